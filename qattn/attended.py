@@ -1,0 +1,51 @@
+r"""What attention returns, and how two such results join.
+
+For scores s_ij the pair is lse_i = log Σ_j exp(s_ij) and out_i = Σ_j exp(s_ij − lse_i) v_j. Pairs over disjoint sets
+of keys merge into the pair over their union, which is what sums of kernels, tiling and sharding are made of.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["Attended", "merge"]
+
+
+class Attended(NamedTuple):
+    """The output of attention and the log of its row sums.
+
+    Attributes:
+        out: Weighted means of the values, shape (*batch, N, C); None if there were no values.
+        lse: Log-sum-exp of the scores of each row, shape (*batch, N); −inf where no key is present, and `out` is 0
+            there.
+    """
+
+    out: Tensor | None
+    lse: Tensor
+
+
+def merge(a: Attended, b: Attended) -> Attended:
+    r"""Joins attention over two disjoint sets of keys: lse = log(e^a.lse + e^b.lse), out = the mean weighted by e^lse.
+
+    Associative and commutative, with lse = −inf as its identity.
+
+    Example:
+        >>> query, key, value = torch.randn(5, 3), torch.randn(8, 3), torch.randn(8, 2)
+        >>> whole = attend(query, key, value)
+        >>> halves = merge(attend(query, key[:4], value[:4]), attend(query, key[4:], value[4:]))
+        >>> torch.testing.assert_close(whole, halves)
+    """
+    if (a.out is None) != (b.out is None):
+        raise ValueError(
+            "`merge` joins two results with values or two without; one of these has `out` None. Attend both alike."
+        )
+    largest = torch.maximum(a.lse, b.lse)
+    largest = torch.where(largest == -torch.inf, 0, largest)  # two empty rows: their weights are 0, not exp(−inf + inf)
+    weight_a, weight_b = torch.exp(a.lse - largest), torch.exp(b.lse - largest)  # (*batch, N)
+    total = weight_a + weight_b
+    lse = largest + torch.log(total)
+    if a.out is None or b.out is None:
+        return Attended(None, lse)
+    share = (weight_b / torch.where(total == 0, 1, total))[..., None].to(a.out.dtype)
+    return Attended(torch.lerp(a.out, b.out, share), lse)

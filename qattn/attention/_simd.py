@@ -1,0 +1,244 @@
+"""Vector registers for Numba: a `Vec` is as many floats as fill one register of this machine.
+
+Numba has no vector type, and LLVM's own vectoriser stops at 256 bits and at every reduction. With the registers spelled
+out, the loops of `_loops.py` run as fast as hand-written C. A `Vec` is an ordinary Numba value: local variables become
+registers, and where the machine's are narrower LLVM splits them, so the same code is right everywhere.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic, models, register_model
+
+REGISTER_BYTES = 64 if llvm.get_host_cpu_features().get("avx512f") else 32
+ROWS = 8  # query rows worked on at once: the latency of a multiply-add times the two a cycle that can start
+
+_INT32 = ir.IntType(32)
+
+
+class _Float:
+    """What exp2 needs to know of a float type: its bits, and minimax coefficients of 2^r on [-1/2, 1/2] after the 1."""
+
+    def __init__(self, llvm_type, bits, mantissa, lowest, coefficients):
+        self.lanes = REGISTER_BYTES * 8 // bits
+        self.vector = ir.VectorType(llvm_type, self.lanes)
+        self.integer = ir.VectorType(ir.IntType(bits), self.lanes)
+        self.suffix = f"v{self.lanes}f{bits}"
+        self.mantissa = mantissa
+        self.magic = 1.5 * 2.0**mantissa  # adding it rounds to an integer, which then sits in the low bits
+        self.lowest = lowest
+        self.coefficients = coefficients
+        self.align = bits // 8
+
+
+_FLOATS = {
+    types.float32: _Float(
+        ir.FloatType(), 32, 23, -126.0,
+        # relative error 9e-8
+        (0.69314697758721271, 0.24022242077583798, 0.055507337603907950, 0.0096715129970405142,
+         0.0013264722046182421),
+    ),
+    types.float64: _Float(
+        ir.DoubleType(), 64, 52, -1022.0,
+        # relative error 3e-18
+        (0.69314718055994532581, 0.24022650695910131262, 0.055504108664820083176, 0.0096181291075941195762,
+         0.001333355814677463106, 0.00015403530457112641239, 0.000015252733493118438132,
+         1.3215435282068186062e-6, 1.0178199575306790033e-7, 7.0737832854020625193e-9,
+         4.4347708103775014815e-10),
+    ),
+}  # fmt: skip
+
+
+class Vec(types.Type):
+    """The Numba type of a register of `dtype`."""
+
+    def __init__(self, dtype):
+        self.dtype = dtype
+        super().__init__(name=f"Vec({dtype}, {_FLOATS[dtype].lanes})")
+
+
+@register_model(Vec)
+class _VecModel(models.PrimitiveModel):
+    def __init__(self, manager, fe_type):
+        super().__init__(manager, fe_type, _FLOATS[fe_type.dtype].vector)
+
+
+def _constant(vector, number):
+    if isinstance(vector.element, ir.FloatType):
+        number = ir.Constant(ir.FloatType(), number).constant
+    return ir.Constant(vector, [number] * vector.count)
+
+
+def _splat(builder, vector, scalar):
+    undefined = ir.Constant(vector, ir.Undefined)
+    first = builder.insert_element(undefined, scalar, ir.Constant(_INT32, 0))
+    return builder.shuffle_vector(
+        first, undefined, ir.Constant(ir.VectorType(_INT32, vector.count), [0] * vector.count)
+    )
+
+
+def _call(builder, name, float_type, *arguments):
+    signature = ir.FunctionType(float_type.vector, [float_type.vector] * len(arguments))
+    function = cgutils.get_or_insert_function(builder.module, signature, f"llvm.{name}.{float_type.suffix}")
+    return builder.call(function, arguments)
+
+
+def _element(context, builder, array_type, array, offset):
+    data = context.make_array(array_type)(context, builder, array).data
+    return builder.gep(data, [offset])
+
+
+def _fma(builder, float_type, a, b, c):
+    return _call(builder, "fma", float_type, a, b, c)
+
+
+@intrinsic
+def lanes(_, array):
+    """Floats of the array's dtype in one register, a constant to the compiler."""
+
+    def emit(context, builder, signature, arguments):
+        return ir.Constant(ir.IntType(64), _FLOATS[array.dtype].lanes)
+
+    return types.int64(array), emit
+
+
+@intrinsic
+def load(_, array, offset):
+    """The register that starts at a flat offset of a contiguous array."""
+    float_type = _FLOATS[array.dtype]
+
+    def emit(context, builder, signature, arguments):
+        pointer = _element(context, builder, signature.args[0], *arguments)
+        return builder.load(builder.bitcast(pointer, float_type.vector.as_pointer()), align=float_type.align)
+
+    return Vec(array.dtype)(array, types.intp), emit
+
+
+@intrinsic
+def store(_, array, offset, register):
+    """Writes a register at a flat offset of a contiguous array."""
+    float_type = _FLOATS[array.dtype]
+
+    def emit(context, builder, signature, arguments):
+        pointer = _element(context, builder, signature.args[0], arguments[0], arguments[1])
+        builder.store(arguments[2], builder.bitcast(pointer, float_type.vector.as_pointer()), align=float_type.align)
+
+    return types.void(array, types.intp, register), emit
+
+
+@intrinsic
+def splat(_, scalar):
+    """A register with the same number in each lane."""
+
+    def emit(context, builder, signature, arguments):
+        return _splat(builder, _FLOATS[scalar].vector, arguments[0])
+
+    return Vec(scalar)(scalar), emit
+
+
+@intrinsic
+def add(_, a, b):
+    """a + b."""
+
+    def emit(context, builder, signature, arguments):
+        return builder.fadd(*arguments)
+
+    return a(a, b), emit
+
+
+@intrinsic
+def minus_square(_, s, a, b):
+    """s − (a − b)², rounded twice."""
+
+    def emit(context, builder, signature, arguments):
+        difference = builder.fsub(arguments[1], arguments[2])
+        return _fma(builder, _FLOATS[s.dtype], builder.fneg(difference), difference, arguments[0])
+
+    return s(s, a, b), emit
+
+
+@intrinsic
+def maximum(_, a, b):
+    """max(a, b)."""
+
+    def emit(context, builder, signature, arguments):
+        return builder.select(builder.fcmp_ordered(">", *arguments), *arguments)
+
+    return a(a, b), emit
+
+
+@intrinsic
+def exp2(_, x):
+    """2^x for x ≤ 0 or a little above; what would underflow becomes the smallest normal number."""
+    float_type = _FLOATS[x.dtype]
+
+    def emit(context, builder, signature, arguments):
+        lowest = _constant(float_type.vector, float_type.lowest)
+        clamped = builder.select(builder.fcmp_ordered(">", arguments[0], lowest), arguments[0], lowest)
+        magic = _constant(float_type.vector, float_type.magic)
+        rounded = builder.fadd(clamped, magic)
+        remainder = builder.fsub(clamped, builder.fsub(rounded, magic))
+        *others, power = (_constant(float_type.vector, c) for c in (1.0, *float_type.coefficients))
+        for coefficient in reversed(others):
+            power = _fma(builder, float_type, power, remainder, coefficient)
+        exponent = builder.shl(
+            builder.bitcast(rounded, float_type.integer),
+            ir.Constant(float_type.integer, [float_type.mantissa] * float_type.lanes),
+        )
+        return builder.bitcast(builder.add(builder.bitcast(power, float_type.integer), exponent), float_type.vector)
+
+    return x(x), emit
+
+
+@intrinsic
+def load_rows(_, array, offset, stride):
+    """The registers at offset, offset + stride, … of `ROWS` rows, as a tuple."""
+    vector = _FLOATS[array.dtype].vector
+    registers = types.UniTuple(Vec(array.dtype), ROWS)
+
+    def emit(context, builder, signature, arguments):
+        rows = []
+        position = arguments[1]
+        for _ in range(ROWS):
+            pointer = _element(context, builder, signature.args[0], arguments[0], position)
+            rows.append(builder.load(builder.bitcast(pointer, vector.as_pointer()), align=_FLOATS[array.dtype].align))
+            position = builder.add(position, arguments[2])
+        return context.make_tuple(builder, registers, rows)
+
+    return registers(array, types.intp, types.intp), emit
+
+
+@intrinsic
+def store_rows(_, array, offset, stride, rows):
+    """Undoes `load_rows`."""
+    vector = _FLOATS[array.dtype].vector
+
+    def emit(context, builder, signature, arguments):
+        position = arguments[1]
+        for register in cgutils.unpack_tuple(builder, arguments[3], ROWS):
+            pointer = _element(context, builder, signature.args[0], arguments[0], position)
+            builder.store(register, builder.bitcast(pointer, vector.as_pointer()), align=_FLOATS[array.dtype].align)
+            position = builder.add(position, arguments[2])
+
+    return types.void(array, types.intp, types.intp, rows), emit
+
+
+@intrinsic
+def multiply_add_rows(_, rows, array, offset, stride, register):
+    """rows[r] + array[offset + r·stride] · register for each of the rows: one step of a matrix product."""
+    float_type = _FLOATS[array.dtype]
+
+    def emit(context, builder, signature, arguments):
+        result = []
+        position = arguments[2]
+        for row in cgutils.unpack_tuple(builder, arguments[0], ROWS):
+            factor = builder.load(_element(context, builder, signature.args[1], arguments[1], position))
+            factor = _splat(builder, float_type.vector, factor)
+            result.append(_fma(builder, float_type, factor, arguments[4], row))
+            position = builder.add(position, arguments[3])
+        return context.make_tuple(builder, rows, result)
+
+    return rows(rows, array, types.intp, types.intp, register), emit

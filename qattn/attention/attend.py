@@ -1,0 +1,78 @@
+"""The one primitive everything is written on."""
+
+import torch
+from torch import Tensor
+
+from qattn import _checks
+from qattn.attended import Attended
+from qattn.attention.dispatch import select
+from qattn.attention.gradient import attend_differentiably
+from qattn.attention.inputs import Inputs
+from qattn.attention.score import Score, gaussian
+
+__all__ = ["attend"]
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    score: Score = gaussian,
+    tol: float = 1e-3,
+    backend: str = "auto",
+) -> Attended:
+    r"""Gaussian attention: softmax averages of values with the scores :math:`s_{ij} = -\tfrac12\|q_i - k_j\|^2 + b_j`.
+
+    Equivalent to the following, in O(N + M) memory::
+
+        scores = -0.5 * torch.cdist(query, key) ** 2 + bias[..., None, :]
+        return Attended(scores.softmax(-1) @ value, scores.logsumexp(-1))
+
+    Differentiable to any order in `query`, `key`, `value` and `bias`, through both results and on every backend: the
+    backward pass is attention too. It takes the backend of the forward pass where that one takes its inputs, and
+    otherwise the one "auto" takes.
+
+    Args:
+        query: Points of shape (*batch, N, D).
+        key: Points of shape (*batch, M, D), in the dtype of `query`.
+        value: Values of shape (*batch, M, C), in any floating dtype; None for the log-sum-exp alone.
+        bias: Numbers of shape (*batch, M) added to the scores of each key; −inf leaves the key out.
+        score: Another score, a function of two tuples of coordinates; `reference` and `flex` take one.
+        tol: The largest error of lse that is acceptable. Backends that lift points into dot products refuse when their
+            rounding exceeds it.
+        backend: "auto", or a name of `qattn.backends()`, which is then used or refused, never replaced.
+
+    Returns:
+        `out` (*batch, N, C) in the dtype of `value`, or None; `lse` (*batch, N) in float32, or float64 if any input is.
+
+    Example:
+        >>> points = torch.randn(1000, 3)
+        >>> out, lse = attend(points / 0.1, points / 0.1, points)
+        >>> out.shape, lse.shape
+        (torch.Size([1000, 3]), torch.Size([1000]))
+    """
+    batch = _checks.attention_arguments(query, key, value, bias, tol)
+    N, M = query.shape[-2], key.shape[-2]
+
+    def flat(tensor: Tensor | None, axes: int) -> Tensor | None:
+        return (
+            None if tensor is None else tensor.expand(*batch, *tensor.shape[-axes:]).reshape(-1, *tensor.shape[-axes:])
+        )
+
+    values = value if value is not None and value.shape[-1] > 0 else None
+    inputs = Inputs(flat(query, 2), flat(key, 2), flat(values, 2), flat(bias, 1), score, tol, batch)  # type: ignore[arg-type]
+    chosen = select(inputs, backend)
+    if N == 0 or M == 0 or batch.numel() == 0:
+        out, lse = None, query.new_full((*batch, N), -torch.inf, dtype=inputs.dtype)
+    else:
+        out, lse = attend_differentiably(inputs, chosen)
+        lse = lse.reshape(*batch, N)
+    if value is not None:
+        out = value.new_zeros(*batch, N, value.shape[-1]) if out is None else out.reshape(*batch, N, -1)
+    if bias is not None:  # kernels do not agree on what a row without any key gives
+        absent = (bias == -torch.inf).all(-1, keepdim=True).expand(*batch, N)
+        lse = torch.where(absent, -torch.inf, lse)
+        out = None if out is None else torch.where(absent[..., None], 0, out)
+    return Attended(out, lse)

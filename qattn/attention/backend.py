@@ -1,0 +1,32 @@
+"""The contract of an attention kernel: say why not, or attend."""
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+
+from qattn.attended import Attended
+from qattn.attention.inputs import Inputs
+
+__all__ = ["Backend"]
+
+
+class Backend(ABC):
+    """One way to compute `attend`.
+
+    Attributes:
+        name: What `attend(backend=...)` calls it.
+        tolerance: Largest error of lse, and of out for values of order 1, that its arithmetic allows on a cloud within
+            ten bandwidths of its centre, by the dtype of the query. The tests and `qattn doctor` hold it to this.
+    """
+
+    name: ClassVar[str]
+    tolerance: ClassVar[dict[torch.dtype, float]]
+
+    @abstractmethod
+    def not_supported_reasons(self, inputs: Inputs) -> list[str]:
+        """Why these inputs cannot be taken; empty if they can. Never raises."""
+
+    @abstractmethod
+    def attend(self, inputs: Inputs) -> Attended:
+        """out (B, N, C) in the dtype of the values, or None, and lse (B, N); the reasons are known to be empty."""

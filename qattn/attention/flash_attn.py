@@ -1,0 +1,98 @@
+"""The `flash_attn` backend: the FlashAttention packages, by the split lift.
+
+FlashAttention takes 16-bit numbers only. Points may be float32 all the same: the split lift hands them over in parts,
+and the lse is as exact as in float32. Values must be 16-bit, because the kernel rounds the weights that multiply them.
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qattn.attended import Attended
+from qattn.attention import dot_product
+from qattn.attention.backend import Backend
+from qattn.attention.inputs import Inputs
+
+__all__ = ["FlashAttn"]
+
+
+class Package(NamedTuple):
+    """One FlashAttention package: where its `flash_attn_func` is, what it runs on, and how it is asked for the lse."""
+
+    module: str
+    capabilities: tuple[int, ...]  # major compute capabilities
+    max_width: int
+    lse: dict[str, bool]
+
+
+PACKAGES = (  # newest first: FA4, FA3, FA2
+    Package("flash_attn.cute", (9, 10, 11), 128, {"return_lse": True}),
+    Package("flash_attn_interface", (9,), 256, {"return_attn_probs": True}),
+    Package("flash_attn", (8, 9, 10, 12), 256, {"return_attn_probs": True}),  # no dropout, so no N × N probabilities
+)
+
+
+def installed() -> list[Package]:
+    """The FlashAttention packages found here."""
+    return [package for package in PACKAGES if _is_installed(package.module)]
+
+
+def _is_installed(module: str) -> bool:
+    parent = module.rpartition(".")[0]
+    return (not parent or _is_installed(parent)) and importlib.util.find_spec(module) is not None
+
+
+class FlashAttn(Backend):
+    """FA4, FA3 or FA2: the first that is installed and fits the GPU."""
+
+    name: ClassVar[str] = "flash_attn"
+    tolerance: ClassVar[dict[torch.dtype, float]] = {
+        torch.float32: 1e-4,  # of lse; there is no float32 out
+        torch.float16: 2e-3,  # weights and values rounded to 11 bits
+        torch.bfloat16: 2e-2,  # out rounded to 8 bits
+    }
+
+    def not_supported_reasons(self, inputs: Inputs) -> list[str]:
+        reasons = []
+        packages = installed()
+        if not packages:
+            reasons.append("no FlashAttention package is installed (`pip install flash-attn --no-build-isolation`)")
+        if inputs.device.type != "cuda":
+            reasons.append(f"device is {inputs.device.type} (takes cuda)")
+        if inputs.query.dtype == torch.float64:
+            reasons.append("points are float64 (takes float32, float16, bfloat16)")
+        if inputs.value is not None and not dot_product.wants_sixteen_bits(inputs):
+            dtype = str(inputs.value.dtype).removeprefix("torch.")
+            reasons.append(
+                f"values are {dtype}, and it rounds their weights to 16 bits (takes float16, bfloat16 or no values)"
+            )
+        if inputs.query.shape[0] > 65535:
+            reasons.append(f"batch of {inputs.query.shape[0]} (takes up to 65535)")
+        if packages and inputs.device.type == "cuda":
+            major, minor = torch.cuda.get_device_capability(inputs.device)
+            if not (fitting := [package for package in packages if major in package.capabilities]):
+                names = ", ".join(package.module for package in packages)
+                reasons.append(f"{names} does not run on compute capability {major}.{minor}")
+            elif (width := dot_product.width(inputs, split=True, multiple=8)) > (
+                most := max(p.max_width for p in fitting)
+            ):
+                reasons.append(f"lifted width {width} (takes up to {most})")
+        return reasons + dot_product.reasons(inputs)
+
+    def attend(self, inputs: Inputs) -> Attended:
+        major, _ = torch.cuda.get_device_capability(inputs.device)
+        width = dot_product.width(inputs, split=True, multiple=8)
+        package = next(p for p in installed() if major in p.capabilities and width <= p.max_width)
+        return attend_with(package, importlib.import_module(package.module).flash_attn_func, inputs)
+
+
+def attend_with(package: Package, flash_attn_func: Callable[..., Any], inputs: Inputs) -> Attended:
+    """Attention by a package's function, in its layout (B, N, heads = 1, E) with lse (B, 1, N)."""
+    given = dot_product.prepare(inputs, split=True, multiple=8)
+    layout: list[Tensor] = [x[:, :, None] for x in (given.query, given.key, given.value)]
+    out, lse, *_ = flash_attn_func(*layout, softmax_scale=1.0, **package.lse)
+    return given.attended(out[:, :, 0], lse[:, 0])

@@ -1,0 +1,132 @@
+"""The `native` backend: our own loop for CPUs, compiled by Numba, with differences taken directly.
+
+No lift, so no cancellation; the work is shared by as many threads as torch uses. The threads live for one call only,
+so the backend is safe in several Python threads at once and in forked workers. The loop is compiled on its first use
+for a dtype and dimension, and kept on disk.
+"""
+
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from qattn.attended import Attended
+from qattn.attention.backend import Backend
+from qattn.attention.inputs import Inputs
+from qattn.lift import centre
+
+__all__ = ["TILE", "Native", "TilePairs", "attend_pairs"]
+
+TILE = 64
+_UNROLLED = 4  # dimensions up to this have a loop of their own
+_CHUNK_PAIRS = 2**22  # pairs of points handed to a thread at a time, about a millisecond
+_LOWEST = {torch.float32: 2.0**-102, torch.float64: 2.0**-969}  # the smallest normal number, times 1 / rounding
+
+
+class TilePairs(NamedTuple):
+    """Which tiles of keys each tile of queries attends to: keys[first[I]:last[I]] for the tile I of `TILE` rows.
+
+    Tiles are numbered through the batch, each item's last tile filled up.
+    """
+
+    first: Tensor  # (T,) int64
+    last: Tensor  # (T,) int64
+    keys: Tensor  # (P,) int64
+
+
+class Native(Backend):
+    """Tiles of queries against tiles of keys."""
+
+    name: ClassVar[str] = "native"
+    tolerance: ClassVar[dict[torch.dtype, float]] = {
+        torch.float64: 1e-13,
+        torch.float32: 1e-5,  # rounding of ½‖q − k‖² ≤ 200
+        torch.float16: 1e-3,  # the same, and out rounded to its dtype
+        torch.bfloat16: 1e-2,
+    }
+
+    def not_supported_reasons(self, inputs: Inputs) -> list[str]:
+        reasons = []
+        if inputs.device.type != "cpu":
+            reasons.append(f"device is {inputs.device.type} (takes cpu)")
+        if not inputs.is_gaussian:
+            reasons.append("the score is not the Gaussian one, which is compiled in")
+        return reasons
+
+    def attend(self, inputs: Inputs) -> Attended:
+        return attend_pairs(inputs, None)
+
+
+def _tiles(x: Tensor) -> Tensor:
+    """(B, N, E) in tiles (B, T, TILE, E), the last point repeated up to a full tile."""
+    missing = -x.shape[1] % TILE
+    x = torch.cat([x, x[:, -1:].expand(-1, missing, -1)], dim=1)
+    return x.reshape(x.shape[0], -1, TILE, x.shape[2])
+
+
+def _all_pairs(B: int, T: int, S: int) -> TilePairs:
+    first = (S * torch.arange(B)).repeat_interleave(T)
+    return TilePairs(first, first + S, torch.arange(B * S))
+
+
+def attend_pairs(inputs: Inputs, pairs: TilePairs | None) -> Attended:
+    """Attention over the given pairs of tiles; over all of them if None."""
+    from qattn.attention import _loops, _simd  # here, because importing Numba takes half as long as importing torch
+
+    B, N, D = inputs.query.shape
+    M = inputs.key.shape[1]
+    dtype = inputs.dtype
+    # exp(b − ½‖q − k‖²) = 2^(β − ‖q − k‖²) once coordinates carry √(½ log₂e) and biases log₂e. The largest β of a
+    # cloud is made 0.
+    factor = math.sqrt(0.5 / math.log(2))
+    centred = centre(
+        inputs.query.to(dtype), inputs.key.to(dtype)
+    )  # the factor rounds, the less the smaller the coordinates
+    query, key = (_tiles(x * factor) for x in centred)  # (B, T, TILE, D), (B, S, TILE, D)
+    T, S = query.shape[1], key.shape[1]
+    bias = torch.zeros(B, M, dtype=dtype) if inputs.bias is None else inputs.bias.to(dtype)
+    top = bias.amax(-1, keepdim=True)
+    top = torch.where(top == -torch.inf, 0, top)  # (B, 1)
+    beta = pad((bias - top) / math.log(2), (0, S * TILE - M), value=-torch.inf).reshape(B, S, 1, TILE)
+    keys = torch.cat([key.transpose(2, 3), beta], dim=2).flatten(0, 1)  # (B·S, D + 1, TILE)
+
+    lanes = _simd.REGISTER_BYTES // dtype.itemsize
+    channels = -(-inputs.channels // lanes) * lanes
+    values = torch.zeros(B, S * TILE, channels, dtype=dtype)
+    if inputs.value is not None:
+        values[:, :M, : inputs.channels] = inputs.value
+    lse = torch.empty(B * T, TILE, dtype=dtype)
+    out = torch.empty(B * T, TILE, channels, dtype=dtype)
+
+    pairs = _all_pairs(B, T, S) if pairs is None else pairs
+    arrays = [x.numpy() for x in (query.flatten(0, 1), keys, values.reshape(B * S, TILE, channels), *pairs, lse, out)]
+    tiny = _LOWEST[dtype] * M
+    dims = (0,) * D if D <= _UNROLLED else ()
+    chunk = max(1, _CHUNK_PAIRS * len(pairs.first) // max(1, TILE * TILE * int((pairs.last - pairs.first).sum())))
+
+    def run(begin: int) -> None:
+        _loops.attend_tiles(*arrays[:6], begin, min(begin + chunk, B * T), tiny, dims, *arrays[6:])
+
+    _share(run, range(0, B * T, chunk))
+    lse = lse.reshape(B, -1)[:, :N] * math.log(2) + top
+    if inputs.value is None:
+        return Attended(None, lse)
+    return Attended(out.reshape(B, T * TILE, channels)[:, :N, : inputs.channels].to(inputs.value.dtype), lse)
+
+
+def _share(run: Callable[[int], None], chunks: range) -> None:
+    """Runs all chunks on as many threads as torch would use; an interrupt drops those not begun."""
+    workers = min(torch.get_num_threads(), len(chunks))
+    if workers == 1:
+        for begin in chunks:
+            run(begin)
+        return
+    pool = ThreadPoolExecutor(workers)
+    try:
+        list(pool.map(run, chunks))
+    finally:
+        pool.shutdown(cancel_futures=True)

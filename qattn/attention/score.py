@@ -1,0 +1,21 @@
+"""Scores: functions of one query and one key, written coordinate by coordinate.
+
+A score takes two tuples of coordinates, (q_1, …, q_D) and (k_1, …, k_D), and returns s(q, k) elementwise. The same
+function then serves whole blocks of pairs in plain torch and single pairs inside a compiled kernel.
+"""
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+__all__ = ["Score", "gaussian"]
+
+Score = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
+
+
+def gaussian(query: Sequence[Tensor], key: Sequence[Tensor]) -> Tensor:
+    """−½‖q − k‖², by differences: nothing cancels however far the points are from the origin."""
+    score = (query[0] - key[0]) ** 2
+    for q, k in zip(query[1:], key[1:], strict=True):
+        score = score + (q - k) ** 2
+    return -0.5 * score

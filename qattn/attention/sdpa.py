@@ -1,0 +1,106 @@
+"""The `sdpa` backend: the fused kernels inside torch, called where they still return their log-sum-exp.
+
+`F.scaled_dot_product_attention` drops the lse and, for widths that differ, silently computes the N × N matrix on a
+CPU. The operators beneath it do neither: CPU flash (float32, float64), CUDA memory-efficient (float32) and CUDA flash
+(16 bits, by the split lift). A device that has the public function alone gets its lse from a sink key.
+"""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from qattn.attended import Attended
+from qattn.attention import dot_product
+from qattn.attention.backend import Backend
+from qattn.attention.inputs import Inputs
+from qattn.attention.sink import attend_with_sink
+from qattn.lift import lift_full, pad
+
+__all__ = ["Sdpa"]
+
+
+class Sdpa(Backend):
+    """Lifted scores in torch's own kernels, all in the layout (B, heads = 1, N, E)."""
+
+    name: ClassVar[str] = "sdpa"
+    tolerance: ClassVar[dict[torch.dtype, float]] = {
+        torch.float64: 1e-11,  # cancellation of ½(‖q‖ + ‖k‖)² ≤ 200
+        torch.float32: 1e-4,
+        torch.float16: 2e-3,  # out rounded to its dtype; on CUDA the weights are too
+        torch.bfloat16: 2e-2,
+    }
+
+    def not_supported_reasons(self, inputs: Inputs) -> list[str]:
+        device = inputs.device.type
+        reasons = []
+        if device not in ("cpu", "cuda", "mps"):
+            reasons.append(f"device is {device} (takes cpu, cuda, mps)")
+        if device in ("cuda", "mps") and inputs.dtype == torch.float64:
+            reasons.append(f"float64 on {device} (takes float32, float16, bfloat16)")
+        if device == "cuda" and not reasons:
+            width = dot_product.width(inputs, split=_takes_flash(inputs), multiple=8)
+            if _takes_flash(inputs) and width > 256:
+                reasons.append(f"lifted width {width} (takes up to 256)")
+            if max(inputs.query.shape[1], inputs.key.shape[1]) * width >= 2**31:
+                reasons.append(f"more rows of width {width} than its 32-bit offsets reach")
+        return reasons + dot_product.reasons(inputs)
+
+    def attend(self, inputs: Inputs) -> Attended:
+        if inputs.device.type == "cpu":
+            return _cpu_flash(inputs)
+        if inputs.device.type == "cuda":
+            return _cuda_flash(inputs) if _takes_flash(inputs) else _cuda_efficient(inputs)
+        return _public(inputs)
+
+
+def _takes_flash(inputs: Inputs) -> bool:
+    return dot_product.wants_sixteen_bits(inputs) and torch.cuda.get_device_capability(inputs.device) >= (8, 0)
+
+
+def _cpu_flash(inputs: Inputs) -> Attended:
+    # q, k and v must be equally wide; its matrix products are fast at multiples of 16.
+    given = dot_product.prepare(inputs, split=False, multiple=16)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        given.query[:, None], given.key[:, None], given.value[:, None], scale=1.0
+    )
+    return given.attended(out[:, 0], lse[:, 0])
+
+
+def _cuda_efficient(inputs: Inputs) -> Attended:
+    given = dot_product.prepare(inputs, split=False, multiple=8)
+    # There is no lse-only mode, but values may be narrower than keys: four channels are the least.
+    value = given.value[..., : -(-max(inputs.channels, 4) // 4) * 4]
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        given.query[:, None], given.key[:, None], value[:, None], None, True, scale=1.0
+    )
+    return given.attended(out[:, 0], lse[:, 0])
+
+
+def _cuda_flash(inputs: Inputs) -> Attended:
+    given = dot_product.prepare(inputs, split=True, multiple=8)
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+        given.query[:, None], given.key[:, None], given.value[:, None], scale=1.0
+    )
+    return given.attended(out[:, 0], lse[:, 0])
+
+
+def _public(inputs: Inputs) -> Attended:
+    """The documented function alone: the sink is one more key, and its score one more coordinate of the query."""
+    bias = None if inputs.bias is None else inputs.bias.to(inputs.dtype)
+    query, key = lift_full(
+        inputs.query.to(inputs.dtype), inputs.key.to(inputs.dtype), bias
+    )  # (B, N, D + 2), (B, M, D + 2)
+    _, M, E = key.shape
+    key = torch.nn.functional.pad(key, (0, 1, 0, 1))
+    key[:, M, E] = 1
+
+    def average(sink: Tensor, value: Tensor) -> Tensor:
+        lifted = torch.cat([query, sink[..., None]], dim=-1)  # (B, N, D + 3)
+        width = max(lifted.shape[-1], value.shape[-1])  # unequal widths would take the N × N path on a CPU
+        q, k, v = (pad(x, width)[:, None] for x in (lifted, key, value))
+        out = scaled_dot_product_attention(q, k, v, scale=1.0)
+        return out[:, 0, :, : value.shape[-1]]
+
+    return attend_with_sink(inputs, average)

@@ -1,0 +1,67 @@
+"""The `xformers` backend: memory-efficient attention with its lse, from `xformers` or from `mslk`, where it moved.
+
+float32 goes through the plain lift, 16-bit values through the split one.
+"""
+
+import importlib
+import importlib.util
+from types import ModuleType
+from typing import ClassVar
+
+import torch
+
+from qattn.attended import Attended
+from qattn.attention import dot_product
+from qattn.attention.backend import Backend
+from qattn.attention.inputs import Inputs
+
+__all__ = ["Xformers"]
+
+
+def _module() -> str | None:
+    for package, module in (("mslk", "mslk.attention.fmha"), ("xformers", "xformers.ops.fmha")):
+        if importlib.util.find_spec(package) is not None:
+            return module
+    return None
+
+
+class Xformers(Backend):
+    """`memory_efficient_attention_forward_requires_grad`: the entry point that returns the lse in every dtype."""
+
+    name: ClassVar[str] = "xformers"
+    tolerance: ClassVar[dict[torch.dtype, float]] = {
+        torch.float32: 1e-4,  # cancellation of ½(‖q‖ + ‖k‖)² ≤ 200
+        torch.float16: 2e-3,  # weights and values rounded to 11 bits
+        torch.bfloat16: 2e-2,  # out rounded to 8 bits
+    }
+
+    def not_supported_reasons(self, inputs: Inputs) -> list[str]:
+        reasons = []
+        if _module() is None:
+            reasons.append("xformers is not installed (`pip install xformers`)")
+        if inputs.device.type != "cuda":
+            reasons.append(f"device is {inputs.device.type} (takes cuda)")
+        if inputs.dtype == torch.float64:
+            reasons.append("float64 (takes float32, float16, bfloat16)")
+        if inputs.query.shape[0] > 65535:
+            reasons.append(f"batch of {inputs.query.shape[0]} (takes up to 65535)")
+        if inputs.device.type == "cuda":
+            major, minor = torch.cuda.get_device_capability(inputs.device)
+            if dot_product.wants_sixteen_bits(inputs) and major < 8:
+                reasons.append(f"its 16-bit kernels need compute capability 8.0, this GPU has {major}.{minor}")
+            if not dot_product.wants_sixteen_bits(inputs) and (major, minor) > (9, 0):
+                reasons.append(f"its float32 kernel stops at compute capability 9.0, this GPU has {major}.{minor}")
+        return reasons + dot_product.reasons(inputs)
+
+    def attend(self, inputs: Inputs) -> Attended:
+        module = _module()
+        assert module is not None
+        return attend_with(importlib.import_module(module), inputs)
+
+
+def attend_with(fmha: ModuleType, inputs: Inputs) -> Attended:
+    """Attention by an `fmha` module, in its layout (B, N, heads = 1, E) with lse (B, 1, ≥ N)."""
+    given = dot_product.prepare(inputs, split=dot_product.wants_sixteen_bits(inputs), multiple=8)
+    layout = [x[:, :, None] for x in (given.query, given.key, given.value)]
+    out, lse = fmha.memory_efficient_attention_forward_requires_grad(*layout, scale=1.0)
+    return given.attended(out[:, :, 0], lse[:, 0])

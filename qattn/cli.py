@@ -1,0 +1,66 @@
+"""The `qattn` command."""
+
+import sys
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import qattn
+from qattn.doctor import BackendReport, backends, choices
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    help="Diffusion operators by attention.", no_args_is_help=True, add_completion=False, rich_markup_mode="markdown"
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(qattn.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Diffusion operators by attention."""
+
+
+def _row(report: BackendReport) -> list[str]:
+    dtype = str(report.dtype).removeprefix("torch.")
+    if not report.is_usable:
+        return [report.name, dtype, "[dim]no[/]", "", "", "", "", f"[dim]{'; '.join(report.reasons)}[/]"]
+    numbers = [f"{report.lse_error:.0e}", f"{report.out_error:.0e}", f"{report.lse_ns:.2f}", f"{report.out_ns:.2f}"]
+    verdict = "" if report.is_exact else f"[red]error above its tolerance of {report.tolerance:.0e}[/]"
+    return [report.name, dtype, "[green]yes[/]", *numbers, verdict]
+
+
+@app.command()
+def doctor() -> None:
+    """Try every attention kernel on this machine: usable or not and why, how exact, how fast."""
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    with Console(stderr=True).status("trying the backends") as status:
+        reports = backends(lambda what: status.update(f"trying {what}"))
+    console.print(f"qattn {qattn.__version__}, torch {torch.__version__}, {torch.get_num_threads()} threads")
+    for device in dict.fromkeys(report.device for report in reports):
+        table = Table("backend", "dtype", "usable", title=f"Attention kernels on {device}", title_justify="left")
+        for heading in ("lse error", "out error", "ns/pair, lse", "ns/pair, C = 8"):
+            table.add_column(heading, justify="right")
+        table.add_column("why not", overflow="fold")
+        for report in reports:
+            if report.device == device:
+                table.add_row(*_row(report))
+        console.print(table)
+    table = Table("for", "takes", title='What backend="auto" takes', title_justify="left")
+    for row in choices():
+        table.add_row(*row)
+    console.print(table)
+    if not all(report.is_exact for report in reports if report.is_usable):
+        raise typer.Exit(1)

@@ -1,0 +1,160 @@
+r"""Lifted embeddings: Gaussian scores as dot products, for attention kernels that know nothing else.
+
+    −½‖q − k‖² + b = (q, −½‖q‖², 1) · (k, 1, b − ½‖k‖²)          d + 2 coordinates, as in the paper
+                   = (q, 1) · (k, b − ½‖k‖²) − ½‖q‖²             d + 1, with a row constant added to the lse afterwards
+
+The terms on the right are as large as ‖q‖² and cancel, so a lift needs care: the cloud is centred first, its rounding
+is estimated (`Extent.rounding`), and for 16-bit kernels each coordinate is split into 16-bit parts whose products lie
+side by side as further coordinates, which makes a float16 or bfloat16 kernel with float32 accumulators as exact as a
+float32 one.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "Extent",
+    "Lifted",
+    "centre",
+    "extent",
+    "lift",
+    "lift_full",
+    "pad",
+    "part_dtype",
+    "scale_values",
+    "split_columns",
+    "split_lift",
+]
+
+# The bias of an absent key (−inf would turn into NaN in a product). In float16 it goes into each of three parts.
+_ABSENT = {torch.float64: -1e30, torch.float32: -1e30, torch.bfloat16: -1e30, torch.float16: -60000.0}
+_PARTS = {torch.float16: 2, torch.bfloat16: 3}
+_BIAS_PARTS = 3  # b − ½‖k‖² is the largest coordinate: a third part for float16 too
+_FLOAT16_RANGE = 3e4  # half the largest float16: keeps absent keys far below present ones
+_UNIT = {torch.float64: 2.0**-53, torch.float32: 2.0**-24}
+
+
+class Extent(NamedTuple):
+    """The largest ‖q‖ and ‖k‖ about the centre, and the largest finite |b|."""
+
+    query: float
+    key: float
+    bias: float
+
+    @property
+    def largest(self) -> float:
+        """A bound on every term that cancels in a lifted score: ½(‖q‖ + ‖k‖)² + |b|."""
+        return 0.5 * (self.query + self.key) ** 2 + self.bias
+
+    def rounding(self, dtype: torch.dtype) -> float:
+        """Estimated error of lse when lifted scores are accumulated in `dtype`."""
+        return _UNIT[dtype] * self.largest
+
+
+class Lifted(NamedTuple):
+    """Embeddings whose dot product is the score up to a constant a row, to be added to the lse."""
+
+    query: Tensor  # (B, N, E)
+    key: Tensor  # (B, M, E)
+    row: Tensor  # (B, N)
+
+
+def centre(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """Moves the mean of the keys to the origin, which changes no difference."""
+    mean = key.mean(dim=-2, keepdim=True)
+    return query - mean, key - mean
+
+
+def extent(query: Tensor, key: Tensor, bias: Tensor | None) -> Extent:
+    """Measures a cloud about the mean of its keys."""
+    query, key = centre(query.detach(), key.detach())
+    finite = torch.zeros(1) if bias is None else torch.where(bias.detach() == -torch.inf, 0, bias.detach())
+    return Extent(
+        float(query.norm(dim=-1).amax()),
+        float(key.norm(dim=-1).amax()),
+        float(finite.abs().amax()),
+    )
+
+
+def _key_coordinate(key: Tensor, bias: Tensor | None, absent: float) -> Tensor:
+    coordinate = -0.5 * (key * key).sum(-1)  # (B, M)
+    return coordinate if bias is None else torch.where(bias == -torch.inf, absent, coordinate + bias)
+
+
+def lift(query: Tensor, key: Tensor, bias: Tensor | None) -> Lifted:
+    """(q, 1) and (k, b − ½‖k‖²) of the centred points, d + 1 wide, with the row constant −½‖q‖²."""
+    query, key = centre(query, key)
+    ones = torch.ones_like(query[..., :1])
+    return Lifted(
+        torch.cat([query, ones], dim=-1),
+        torch.cat([key, _key_coordinate(key, bias, _ABSENT[key.dtype])[..., None]], dim=-1),
+        -0.5 * (query * query).sum(-1),
+    )
+
+
+def lift_full(query: Tensor, key: Tensor, bias: Tensor | None, row: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(q, r − ½‖q‖², 1) and (k, 1, b − ½‖k‖²), d + 2 wide: the whole score, with a potential r of the query."""
+    lifted = lift(query, key, bias)
+    constant = lifted.row if row is None else lifted.row + row
+    ones = torch.ones_like(key[..., :1])
+    return (
+        torch.cat([lifted.query[..., :-1], constant[..., None], lifted.query[..., -1:]], dim=-1),
+        torch.cat([lifted.key[..., :-1], ones, lifted.key[..., -1:]], dim=-1),
+    )
+
+
+def part_dtype(size: Extent) -> torch.dtype:
+    """The 16-bit type to split into: float16, whose weights are finer, unless its range is too small for the cloud."""
+    return torch.float16 if size.largest < _FLOAT16_RANGE else torch.bfloat16
+
+
+def _split(x: Tensor, parts: int, dtype: torch.dtype) -> list[Tensor]:
+    """x ≈ the sum of `parts` tensors of a 16-bit dtype, largest first."""
+    result = []
+    for _ in range(parts):
+        result.append(x.to(dtype))
+        x = x - result[-1].to(x.dtype)
+    return result
+
+
+def _products(dtype: torch.dtype) -> list[tuple[int, int]]:
+    """Which part of q meets which part of k; what is left out is below float32's rounding."""
+    parts = _PARTS[dtype]
+    return [(a, b) for a in range(parts) for b in range(parts) if a + b <= 2]
+
+
+def split_columns(dims: int, dtype: torch.dtype) -> int:
+    """The width of a split lift: 15 in float16 and 21 in bfloat16 for points in space."""
+    return dims * len(_products(dtype)) + _BIAS_PARTS
+
+
+def split_lift(query: Tensor, key: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Lifted:
+    """The d + 1 wide lift in 16-bit parts: for q = Σ q_a and k = Σ k_b, columns for each product q_a · k_b."""
+    query, key = centre(query, key)
+    queries, keys = _split(query, _PARTS[dtype], dtype), _split(key, _PARTS[dtype], dtype)
+    pairs = _products(dtype)
+    coordinate = _key_coordinate(key, bias, _ABSENT[dtype])
+    coordinates = [part[..., None] for part in _split(coordinate, _BIAS_PARTS, dtype)]
+    if bias is not None and dtype == torch.float16:  # one part is within reach of far keys; three are not
+        absent = (bias == -torch.inf)[..., None]
+        coordinates = [torch.where(absent, _ABSENT[dtype], part) for part in coordinates]
+    ones = torch.ones_like(query[..., :1], dtype=dtype).expand(*query.shape[:-1], _BIAS_PARTS)
+    return Lifted(
+        torch.cat([*(queries[a] for a, _ in pairs), ones], dim=-1),
+        torch.cat([*(keys[b] for _, b in pairs), *coordinates], dim=-1),
+        -0.5 * (query * query).sum(-1),
+    )
+
+
+def scale_values(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Values in a 16-bit dtype and the power of two a channel, shape (B, 1, C), that brought them into its range."""
+    exponent = torch.frexp(value.float().abs().amax(dim=1, keepdim=True)).exponent
+    scale = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
+    return (value.float() / scale).to(dtype), scale
+
+
+def pad(x: Tensor, width: int) -> Tensor:
+    """Zeros behind the last axis, up to `width`."""
+    return torch.nn.functional.pad(x, (0, width - x.shape[-1]))
