@@ -61,7 +61,8 @@ def attention_arguments(
         _floating_tensor("bias", bias, 1, "(*batch, M)")
         if bias.shape[-1] != M:
             raise ValueError(
-                f"`bias` should have a number for each key of `key` {_shape(key)}: shape (*batch, {M}); got {_shape(bias)}."
+                f"`bias` should have a number for each key of `key` {_shape(key)}: shape (*batch, {M}); "
+                f"got {_shape(bias)}."
             )
         batches["bias"] = bias.shape[:-1]
     try:

@@ -57,9 +57,10 @@ def attend(
     N, M = query.shape[-2], key.shape[-2]
 
     def flat(tensor: Tensor | None, axes: int) -> Tensor | None:
-        return (
-            None if tensor is None else tensor.expand(*batch, *tensor.shape[-axes:]).reshape(-1, *tensor.shape[-axes:])
-        )
+        if tensor is None:
+            return None
+        shape = tensor.shape[-axes:]
+        return tensor.expand(*batch, *shape).reshape(batch.numel(), *shape)
 
     values = value if value is not None and value.shape[-1] > 0 else None
     inputs = Inputs(flat(query, 2), flat(key, 2), flat(values, 2), flat(bias, 1), score, tol, batch)  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ FlashAttention takes 16-bit numbers only. Points may be float32 all the same: th
 and the lse is as exact as in float32. Values must be 16-bit, because the kernel rounds the weights that multiply them.
 """
 
+import functools
 import importlib
 import importlib.util
 from collections.abc import Callable
@@ -36,14 +37,30 @@ PACKAGES = (  # newest first: FA4, FA3, FA2
 )
 
 
+@functools.cache
+def _load(module: str) -> Callable[..., Any] | str:
+    """A module's `flash_attn_func`, or why there is none: one that is on the path may still not import."""
+    if importlib.util.find_spec(module.split(".")[0]) is None:
+        return ""
+    try:
+        function: Callable[..., Any] = importlib.import_module(module).flash_attn_func
+    except (ImportError, AttributeError, OSError) as error:
+        return f"{module} is there, but does not import ({type(error).__name__}: {error})"
+    return function
+
+
 def installed() -> list[Package]:
-    """The FlashAttention packages found here."""
-    return [package for package in PACKAGES if _is_installed(package.module)]
+    """The FlashAttention packages that import here."""
+    return [package for package in PACKAGES if not isinstance(_load(package.module), str)]
 
 
-def _is_installed(module: str) -> bool:
-    parent = module.rpartition(".")[0]
-    return (not parent or _is_installed(parent)) and importlib.util.find_spec(module) is not None
+def _why_not_installed() -> str:
+    broken = [why for package in PACKAGES if isinstance(why := _load(package.module), str) and why]
+    return (
+        broken[-1]
+        if broken
+        else "no FlashAttention package is installed (`pip install flash-attn --no-build-isolation`)"
+    )
 
 
 class FlashAttn(Backend):
@@ -60,7 +77,7 @@ class FlashAttn(Backend):
         reasons = []
         packages = installed()
         if not packages:
-            reasons.append("no FlashAttention package is installed (`pip install flash-attn --no-build-isolation`)")
+            reasons.append(_why_not_installed())
         if inputs.device.type != "cuda":
             reasons.append(f"device is {inputs.device.type} (takes cuda)")
         if inputs.query.dtype == torch.float64:
@@ -87,7 +104,9 @@ class FlashAttn(Backend):
         major, _ = torch.cuda.get_device_capability(inputs.device)
         width = dot_product.width(inputs, split=True, multiple=8)
         package = next(p for p in installed() if major in p.capabilities and width <= p.max_width)
-        return attend_with(package, importlib.import_module(package.module).flash_attn_func, inputs)
+        function = _load(package.module)
+        assert not isinstance(function, str)
+        return attend_with(package, function, inputs)
 
 
 def attend_with(package: Package, flash_attn_func: Callable[..., Any], inputs: Inputs) -> Attended:

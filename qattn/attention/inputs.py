@@ -60,7 +60,7 @@ class Inputs:
     @cached_property
     def extent(self) -> Extent:
         """How large the coordinates and biases are: what decides the rounding of a lift."""
-        return extent(self.query, self.key, self.bias)
+        return extent(self.query.to(self.dtype), self.key.to(self.dtype), self.bias)
 
     def describe(self) -> str:
         """One aligned line a tensor, for messages."""

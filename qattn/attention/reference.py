@@ -12,7 +12,7 @@ from qattn.attention.inputs import Inputs
 
 __all__ = ["Reference"]
 
-_PAIRS = 2**22  # scores held at once: 16 MB in float32
+_PAIRS = 2**17  # scores held at once: 512 kB in float32, which a cache holds
 
 
 class Reference(Backend):
@@ -34,17 +34,25 @@ class Reference(Backend):
         bias = None if inputs.bias is None else inputs.bias.to(inputs.dtype)[:, None]  # (B, 1, M)
         value = None if inputs.value is None else inputs.value.to(inputs.dtype)
 
-        def rows(query: Tensor) -> tuple[Tensor | None, Tensor]:
+        def rows(query: Tensor) -> list[Tensor]:
             scores = inputs.score(query.to(inputs.dtype)[:, :, None].unbind(-1), key)  # (B, n, M)
             if bias is not None:
                 scores = scores + bias
             lse = scores.logsumexp(-1)  # (B, n)
+            if value is None:
+                return [lse]
             shift = torch.where(lse == -torch.inf, 0, lse)  # a row without keys has weights 0, not exp(−inf + inf)
-            return None if value is None else torch.exp(scores - shift[..., None]) @ value, lse
+            return [lse, torch.exp(scores - shift[..., None]) @ value]
 
-        chunk = max(1, _PAIRS // (inputs.key.shape[0] * inputs.key.shape[1]))
-        pieces = [checkpoint(rows, query, use_reentrant=False) for query in inputs.query.split(chunk, dim=1)]
-        lse = torch.cat([piece[1] for piece in pieces], dim=1)
-        if inputs.value is None:
-            return Attended(None, lse)
-        return Attended(torch.cat([piece[0] for piece in pieces], dim=1).to(inputs.value.dtype), lse)
+        B, N, _ = inputs.query.shape
+        lse = torch.empty(B, N, dtype=inputs.dtype, device=inputs.device)
+        out = None if inputs.value is None else lse.new_empty(B, N, inputs.channels, dtype=inputs.value.dtype)
+        whole = [lse] if out is None else [lse, out]
+        chunk = max(1, _PAIRS // (B * inputs.key.shape[1]))
+        for begin in range(0, N, chunk):
+            query = inputs.query[:, begin : begin + chunk]
+            # For gradients, of another score than the Gaussian one, chunks are computed again rather than kept.
+            pieces = checkpoint(rows, query, use_reentrant=False) if inputs.needs_gradients else rows(query)
+            for result, piece in zip(whole, pieces, strict=True):
+                result[:, begin : begin + chunk] = piece
+        return Attended(out, lse)

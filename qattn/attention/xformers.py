@@ -3,6 +3,7 @@
 float32 goes through the plain lift, 16-bit values through the split one.
 """
 
+import functools
 import importlib
 import importlib.util
 from types import ModuleType
@@ -18,11 +19,16 @@ from qattn.attention.inputs import Inputs
 __all__ = ["Xformers"]
 
 
-def _module() -> str | None:
+@functools.cache
+def _load() -> ModuleType | str:
+    """The `fmha` module, or why there is none."""
     for package, module in (("mslk", "mslk.attention.fmha"), ("xformers", "xformers.ops.fmha")):
         if importlib.util.find_spec(package) is not None:
-            return module
-    return None
+            try:
+                return importlib.import_module(module)
+            except (ImportError, OSError) as error:
+                return f"{module} is there, but does not import ({type(error).__name__}: {error})"
+    return "xformers is not installed (`pip install xformers`)"
 
 
 class Xformers(Backend):
@@ -37,8 +43,8 @@ class Xformers(Backend):
 
     def not_supported_reasons(self, inputs: Inputs) -> list[str]:
         reasons = []
-        if _module() is None:
-            reasons.append("xformers is not installed (`pip install xformers`)")
+        if isinstance(fmha := _load(), str):
+            reasons.append(fmha)
         if inputs.device.type != "cuda":
             reasons.append(f"device is {inputs.device.type} (takes cuda)")
         if inputs.dtype == torch.float64:
@@ -54,9 +60,9 @@ class Xformers(Backend):
         return reasons + dot_product.reasons(inputs)
 
     def attend(self, inputs: Inputs) -> Attended:
-        module = _module()
-        assert module is not None
-        return attend_with(importlib.import_module(module), inputs)
+        fmha = _load()
+        assert not isinstance(fmha, str)
+        return attend_with(fmha, inputs)
 
 
 def attend_with(fmha: ModuleType, inputs: Inputs) -> Attended:

@@ -1,0 +1,75 @@
+"""Problems and the plain float64 answer to them; no tests."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+
+
+class Case(NamedTuple):
+    """Sizes of one problem: batch shape, N, M, D, channels (None: lse alone), and whether there is a bias."""
+
+    batch: tuple[int, ...]
+    N: int
+    M: int
+    D: int
+    C: int | None
+    has_bias: bool
+
+    def __str__(self) -> str:
+        return f"{self.batch}-N{self.N}-M{self.M}-D{self.D}-C{self.C}-{'bias' if self.has_bias else 'plain'}"
+
+
+CASES = [
+    Case((), 100, 100, 3, 4, True),
+    Case((), 130, 65, 3, None, True),
+    Case((), 64, 64, 3, 8, False),
+    Case((), 1, 70, 2, 1, True),
+    Case((), 70, 1, 3, 3, True),
+    Case((), 1, 1, 1, 1, False),
+    Case((2, 3), 40, 50, 3, 2, True),
+    Case((3,), 33, 129, 1, None, False),
+    Case((), 90, 80, 4, 17, True),
+    Case((), 50, 60, 7, 5, True),
+    Case((), 40, 50, 20, 40, True),
+]
+
+
+def make(case: Case, dtype: torch.dtype, device: str = "cpu") -> dict[str, Tensor | None]:
+    """Points within ten bandwidths of their centre, as the tolerances of the backends assume."""
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*case.batch, *shape, dtype=torch.float64)
+
+    radius = 2.0 / case.D**0.5
+    query, key = normal(case.N, case.D) * radius, normal(case.M, case.D) * radius
+    value = None if case.C is None else normal(case.M, case.C)
+    bias = normal(case.M) if case.has_bias else None
+    tensors = {"query": query, "key": key, "value": value, "bias": bias}
+    return {name: None if t is None else t.to(device, dtype) for name, t in tensors.items()}
+
+
+def dense(query: Tensor, key: Tensor, value: Tensor | None = None, bias: Tensor | None = None):
+    """out and lse in float64 with the N × M matrix of scores: the definition, with nothing of the library."""
+    query, key = query.double(), key.double()
+    scores = -0.5 * ((query[..., :, None, :] - key[..., None, :, :]) ** 2).sum(-1)
+    if bias is not None:
+        scores = scores + bias.double()[..., None, :]
+    lse = scores.logsumexp(-1)
+    if value is None:
+        return None, lse
+    weights = torch.exp(scores - torch.where(lse == -torch.inf, 0, lse)[..., None])
+    return weights @ value.double(), lse
+
+
+def sphere(n: int, dims: int = 3) -> Tensor:
+    """Random points of the unit sphere, in float64."""
+    points = torch.randn(n, dims, dtype=torch.float64)
+    return points / points.norm(dim=-1, keepdim=True)
+
+
+def ball(n: int) -> Tensor:
+    """Random points of the unit ball, in float64."""
+    return sphere(n) * torch.rand(n, 1, dtype=torch.float64) ** (1 / 3)

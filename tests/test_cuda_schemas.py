@@ -1,0 +1,110 @@
+"""The CUDA operators of torch on fake tensors: their schemas take what we pass, and we read what they return.
+
+No kernel runs; the numbers are tested where a GPU is (test_gpu.py).
+"""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from qattn.attention import sdpa
+from qattn.attention.inputs import Inputs
+from qattn.attention.score import gaussian
+from qattn.lift import Extent
+
+
+class Indexing(TorchFunctionMode):
+    """Basic indexing by plain operators: `tensor[...]` itself asks for a CUDA build, even of a fake tensor."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is not torch.Tensor.__getitem__:
+            return function(*args, **(kwargs or {}))
+        tensor, index = args
+        index = index if isinstance(index, tuple) else (index,)
+        if Ellipsis in index:
+            missing = tensor.ndim - sum(i is not None and i is not Ellipsis for i in index)
+            where = index.index(Ellipsis)
+            index = index[:where] + (slice(None),) * missing + index[where + 1 :]
+        axis = 0
+        for i in index:
+            if i is None:
+                tensor = tensor.unsqueeze(axis)
+            elif isinstance(i, int):
+                tensor, axis = tensor.select(axis, i), axis - 1
+            elif i != slice(None):
+                start, stop, step = i.indices(tensor.shape[axis])
+                assert step == 1
+                tensor = tensor.narrow(axis, start, stop - start)
+            axis += 1
+        return tensor
+
+
+class Recorder(TorchDispatchMode):
+    """Keeps the attention operators that were called, with their tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if "attention" in function.__name__:
+            self.calls.append((function.__name__, args, kwargs, result))
+        return result
+
+
+def fake_inputs(dtype, channels, has_bias=True, batch=2, n=50, m=70, radius=10.0):
+    def empty(*shape, dtype=dtype):
+        return torch.empty(batch, *shape, dtype=dtype, device="cuda")
+
+    value = empty(m, channels) if channels else None
+    bias = empty(m, dtype=torch.float32) if has_bias else None
+    points = torch.float32 if radius > 10 else dtype
+    result = Inputs(
+        empty(n, 3, dtype=points), empty(m, 3, dtype=points), value, bias, gaussian, 1e-3, torch.Size((batch,))
+    )
+    result.__dict__["extent"] = Extent(radius, radius, 1.0)
+    return result
+
+
+@pytest.mark.parametrize("channels", [0, 1, 4, 9, 70])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_memory_efficient_attention(channels, has_bias):
+    with FakeTensorMode(), Recorder() as recorder, Indexing():
+        out, lse = sdpa._cuda_efficient(fake_inputs(torch.float32, channels, has_bias))
+        [(name, (query, key, value, mask, wants_lse), options, result)] = recorder.calls
+        assert "_scaled_dot_product_efficient_attention" in name
+        assert (mask, wants_lse, options) == (None, True, {"scale": 1.0})
+        assert query.shape[-1] == key.shape[-1]
+        assert query.shape[-1] % 4 == 0
+        assert value.shape[-1] % 4 == 0
+        assert value.shape[-1] >= max(channels, 4)
+        if channels == 0:
+            assert value.shape[-1] == 4
+        assert result[1].shape == (2, 1, 64)  # rows padded to a multiple of 32
+        assert lse.shape == (2, 50)
+        assert lse.dtype == torch.float32
+        assert lse.device.type == "cuda"
+        assert out is None if channels == 0 else out.shape == (2, 50, channels)
+
+
+@pytest.mark.parametrize("channels", [0, 1, 8, 70])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("radius", "parts"), [(10.0, torch.float16), (200.0, torch.bfloat16)])
+def test_flash_attention(channels, dtype, radius, parts):
+    with FakeTensorMode(), Recorder() as recorder, Indexing():
+        out, lse = sdpa._cuda_flash(fake_inputs(dtype, channels, radius=radius))
+        [(name, tensors, options, result)] = recorder.calls
+        assert "_scaled_dot_product_flash_attention" in name
+        assert options == {"scale": 1.0}
+        assert len({tensor.shape[-1] for tensor in tensors}) == 1
+        assert tensors[0].shape[-1] % 8 == 0
+        assert {tensor.dtype for tensor in tensors} == {parts}
+        assert result[1].shape == (2, 1, 50)
+        assert lse.shape == (2, 50)
+        assert lse.dtype == torch.float32
+        if channels:
+            assert out.shape == (2, 50, channels)
+            assert out.dtype == dtype

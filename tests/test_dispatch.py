@@ -1,0 +1,169 @@
+"""Who serves, and what is said when nobody does."""
+
+import types
+
+import pytest
+import torch
+from cases import sphere
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from qattn import attend
+from qattn.attention import dispatch, flash_attn, xformers
+from qattn.attention.dispatch import BACKENDS, ORDER, select
+from qattn.attention.inputs import Inputs
+from qattn.attention.score import gaussian
+from qattn.lift import Extent
+
+
+def inputs(dtype=torch.float32, value_dtype=None, device="cpu", score=gaussian, tol=1e-3, batch=1, dims=3):
+    points = torch.zeros(batch, 64, dims, dtype=dtype, device=device)
+    value = None if value_dtype is None else torch.zeros(batch, 64, 4, dtype=value_dtype, device=device)
+    result = Inputs(points, points, value, None, score, tol, torch.Size((batch,)))
+    result.__dict__["extent"] = Extent(10.0, 10.0, 0.0)  # measured from data, which a fake tensor has not
+    return result
+
+
+FMHA = types.ModuleType("fmha")
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A pretended GPU: fake CUDA tensors, a compute capability, and all packages installed."""
+
+    def pretend(capability=(8, 0), packages=flash_attn.PACKAGES, fmha=FMHA):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        monkeypatch.setattr(flash_attn, "installed", lambda: list(packages))
+        monkeypatch.setattr(xformers, "_load", lambda: fmha)
+
+    pretend()
+    with FakeTensorMode():
+        yield pretend
+
+
+def test_every_backend_is_in_some_order_and_known():
+    assert {name for order in ORDER.values() for name in order} == set(BACKENDS)
+    assert all(order[-1] == "reference" for order in ORDER.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
+def test_auto_on_a_cpu_is_native(dtype):
+    assert select(inputs(dtype, dtype), "auto").name == "native"
+
+
+def test_auto_on_a_cpu_with_another_score_is_reference():
+    assert select(inputs(score=lambda q, k: q[0] * k[0]), "auto").name == "reference"
+
+
+def test_auto_on_a_gpu(gpu):
+    assert select(inputs(torch.float32, torch.float16, "cuda"), "auto").name == "flash_attn"
+    assert select(inputs(torch.float32, None, "cuda"), "auto").name == "flash_attn"
+    assert select(inputs(torch.float32, torch.float32, "cuda"), "auto").name == "sdpa"
+    assert select(inputs(torch.float64, None, "cuda"), "auto").name == "reference"
+    assert select(inputs(device="cuda", score=lambda q, k: q[0] * k[0]), "auto").name == "flex"
+    assert select(inputs(device="cuda", tol=1e-7), "auto").name == "flex"
+    gpu(packages=(), fmha="xformers is not installed")
+    assert select(inputs(torch.float32, torch.float16, "cuda"), "auto").name == "sdpa"
+
+
+def reasons(name, given):
+    return BACKENDS[name].not_supported_reasons(given)
+
+
+def test_reasons_of_the_gpu_backends(gpu):
+    lossy = "lifting would lose about 1.2e-05 of lse to cancellation in float32, more than tol = 1.0e-07"
+    for name in ("flash_attn", "sdpa", "xformers"):
+        assert reasons(name, inputs(device="cuda", tol=1e-7)) == [lossy]
+    assert reasons("flash_attn", inputs(torch.float32, torch.float32, "cuda")) == [
+        "values are float32, and it rounds their weights to 16 bits (takes float16, bfloat16 or no values)"
+    ]
+    assert reasons("flash_attn", inputs(device="cuda", batch=70_000)) == ["batch of 70000 (takes up to 65535)"]
+    assert reasons("flash_attn", inputs(device="cuda", dims=80)) == ["lifted width 328 (takes up to 256)"]
+    assert reasons("sdpa", inputs(torch.float64, None, "cuda")) == [
+        "float64 on cuda (takes float32, float16, bfloat16)"
+    ]
+    assert reasons("sdpa", inputs(torch.float16, None, "cuda", dims=80)) == ["lifted width 328 (takes up to 256)"]
+    assert reasons("native", inputs(device="cuda")) == ["device is cuda (takes cpu)"]
+    gpu(capability=(7, 5))
+    assert reasons("flash_attn", inputs(device="cuda")) == [
+        "flash_attn.cute, flash_attn_interface, flash_attn does not run on compute capability 7.5"
+    ]
+    assert reasons("xformers", inputs(torch.float16, None, "cuda")) == [
+        "its 16-bit kernels need compute capability 8.0, this GPU has 7.5"
+    ]
+    gpu(capability=(12, 0))
+    assert reasons("xformers", inputs(device="cuda")) == [
+        "its float32 kernel stops at compute capability 9.0, this GPU has 12.0"
+    ]
+
+
+def test_a_tighter_tolerance_moves_auto_from_lifts_to_differences():
+    assert reasons("sdpa", inputs(tol=1e-7)) != []
+    assert reasons("sdpa", inputs(tol=1e-3)) == []
+    points = (sphere(100) / 0.001).float()
+    with pytest.raises(
+        NotImplementedError, match=r"lifting would lose about 1\.\de-01 of lse to cancellation in float32"
+    ):
+        attend(points, points, backend="sdpa")
+    assert attend(points, points).lse.isfinite().all()
+
+
+def test_explicit_names_are_obeyed(monkeypatch):
+    points = torch.randn(20, 3)
+    for name in ("native", "sdpa", "reference"):
+        called = []
+        original = type(BACKENDS[name]).attend
+        monkeypatch.setattr(
+            type(BACKENDS[name]), "attend", lambda self, i, o=original, c=called: (c.append(self.name), o(self, i))[1]
+        )
+        attend(points, points, backend=name)
+        assert called == [name]
+
+
+def test_unknown_names():
+    with pytest.raises(
+        ValueError, match='`backend` should be "auto" or one of native, flash_attn, sdpa, xformers, flex'
+    ):
+        attend(torch.randn(5, 3), torch.randn(5, 3), backend="cudnn")
+
+
+def nothing_installed(monkeypatch):
+    monkeypatch.setattr(flash_attn, "_load", lambda module: "")
+    monkeypatch.setattr(xformers, "_load", lambda: "xformers is not installed (`pip install xformers`)")
+
+
+def test_the_whole_message_of_a_refused_name(monkeypatch):
+    nothing_installed(monkeypatch)
+    query, key, value = torch.randn(2, 500, 3), torch.randn(60, 3), torch.randn(60, 16)
+    with pytest.raises(NotImplementedError) as caught:
+        attend(query, key, value, bias=torch.zeros(60), backend="flash_attn")
+    assert str(caught.value) == (
+        '`backend="flash_attn"` does not take these inputs:\n'
+        "    query  (2, 500, 3)  float32  cpu\n"
+        "    key    (2, 60, 3)   float32  cpu\n"
+        "    value  (2, 60, 16)  float32  cpu\n"
+        "    bias   (2, 60)      float32  cpu\n"
+        "  native:     takes them\n"
+        "  flash_attn: no FlashAttention package is installed (`pip install flash-attn --no-build-isolation`); "
+        "device is cpu (takes cuda); values are float32, and it rounds their weights to 16 bits "
+        "(takes float16, bfloat16 or no values)\n"
+        "  sdpa:       takes them\n"
+        "  xformers:   xformers is not installed (`pip install xformers`); device is cpu (takes cuda)\n"
+        "  flex:       takes them\n"
+        "  reference:  takes them"
+    )
+
+
+def test_the_whole_message_when_nobody_takes_the_input(monkeypatch):
+    nothing_installed(monkeypatch)
+    monkeypatch.setitem(dispatch.ORDER, "cpu", ("native", "sdpa"))
+
+    def mixture(query, key):
+        return query[0] * key[0]
+
+    with pytest.raises(NotImplementedError) as caught:
+        attend(torch.randn(10, 1), torch.randn(10, 1), score=mixture)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "No attention backend takes these inputs:"
+    assert "    score  mixture" in lines
+    assert "  native:     the score is not the Gaussian one, which is compiled in" in lines
+    assert "  sdpa:       the score is not the Gaussian one, so not a dot product of lifted points" in lines

@@ -1,0 +1,80 @@
+"""Every CUDA backend on a real device, where there is one."""
+
+import pytest
+import torch
+from cases import CASES, DTYPES, ball, dense, make
+
+from qattn import attend
+from qattn.attention.dispatch import BACKENDS
+
+pytestmark = pytest.mark.gpu
+CUDA = [name for name in BACKENDS if name != "native"]
+
+
+def attend_or_skip(backend, **arguments):
+    try:
+        return attend(**arguments, backend=backend)
+    except NotImplementedError as reasons:
+        pytest.skip(str(reasons))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("backend", CUDA)
+def test_backend_agrees_with_dense_float64(backend, dtype, case):
+    arguments = make(case, dtype, "cuda")
+    out, lse = attend_or_skip(backend, **arguments)
+    expected_out, expected_lse = dense(**arguments)
+    tolerance = BACKENDS[backend].tolerance[dtype]
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=tolerance)
+    if out is not None:
+        torch.testing.assert_close(out.double(), expected_out, rtol=0, atol=3 * tolerance)
+
+
+@pytest.mark.parametrize("backend", CUDA)
+def test_float32_points_with_float16_values(backend):
+    arguments = make(CASES[0], torch.float32, "cuda")
+    arguments["value"] = arguments["value"].half()
+    out, lse = attend_or_skip(backend, **arguments)
+    expected_out, expected_lse = dense(**arguments)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=1e-4)
+    torch.testing.assert_close(out.double(), expected_out, rtol=0, atol=6e-3)
+
+
+@pytest.mark.parametrize("backend", CUDA)
+@pytest.mark.parametrize(("sigma", "bound"), [(0.05, 1e-4), (0.02, 1e-3)])
+def test_lse_of_small_bandwidths(backend, sigma, bound):
+    points = (ball(2000) / sigma).float().cuda()
+    _, lse = attend_or_skip(backend, query=points, key=points)
+    torch.testing.assert_close(lse.double(), dense(points, points)[1], rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("backend", CUDA)
+def test_absent_keys(backend):
+    arguments = make(CASES[6], torch.float32, "cuda")
+    arguments["bias"][..., ::2] = -torch.inf
+    arguments["bias"][1] = -torch.inf
+    out, lse = attend_or_skip(backend, **arguments)
+    expected_out, expected_lse = dense(**arguments)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=1e-4)
+    torch.testing.assert_close(out.double(), expected_out, rtol=0, atol=3e-4)
+
+
+@pytest.mark.parametrize("backend", CUDA)
+def test_more_than_65536_rows(backend):
+    points = torch.randn(65_536 + 7, 2, device="cuda")
+    out, lse = attend_or_skip(backend, query=points, key=points, value=points)
+    rows = torch.randint(len(points), (200,), device="cuda")
+    expected_out, expected_lse = dense(points[rows], points, points)
+    torch.testing.assert_close(lse[rows].double(), expected_lse, rtol=0, atol=1e-4)
+    torch.testing.assert_close(out[rows].double(), expected_out, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("backend", CUDA)
+def test_gradients(backend):
+    points = torch.randn(300, 3, device="cuda", requires_grad=True)
+    out, lse = attend_or_skip(backend, query=points, key=points, value=points)
+    (got,) = torch.autograd.grad(out.square().sum() + lse.sum(), points)
+    expected_out, expected_lse = dense(points, points, points)
+    (expected,) = torch.autograd.grad(expected_out.square().sum() + expected_lse.sum(), points)
+    torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)

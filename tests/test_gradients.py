@@ -1,0 +1,118 @@
+"""Gradients of attention, on every backend and of second order."""
+
+import pytest
+import torch
+from cases import dense
+from torch.autograd import gradcheck, gradgradcheck
+
+from qattn import attend
+from qattn.attention import flash_attn
+from qattn.attention.dispatch import BACKENDS
+
+CPU = ["native", "sdpa", "reference"]
+
+
+def leaves(batch=(2,), n=4, m=5, dims=2, channels=2):
+    shapes = (*batch, n, dims), (*batch, m, dims), (*batch, m, channels), (*batch, m)
+    return [torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+
+@pytest.mark.parametrize("backend", CPU)
+def test_gradients_of_out_and_lse(backend):
+    def function(query, key, value, bias):
+        return tuple(attend(query, key, value, bias=bias, backend=backend))
+
+    assert gradcheck(function, leaves())
+    assert gradgradcheck(function, leaves(batch=(), n=3, m=3))
+
+
+@pytest.mark.parametrize("backend", CPU)
+def test_gradients_of_lse_alone(backend):
+    def function(query, key, bias):
+        return attend(query, key, bias=bias, backend=backend).lse
+
+    query, key, _, bias = leaves()
+    assert gradcheck(function, (query, key, bias))
+    assert gradgradcheck(function, (query, key, bias))
+
+
+@pytest.mark.parametrize("wanted", range(4))
+def test_gradients_of_one_argument_at_a_time(wanted):
+    """The backward pass computes only what is asked for."""
+    tensors = [t.detach().requires_grad_(i == wanted) for i, t in enumerate(leaves())]
+    out, lse = attend(*tensors[:3], bias=tensors[3])
+    expected_out, expected_lse = dense(*tensors)
+    (got,) = torch.autograd.grad(out.sin().sum() + lse.cos().sum(), tensors[wanted])
+    (expected,) = torch.autograd.grad(expected_out.sin().sum() + expected_lse.cos().sum(), tensors[wanted])
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_gradients_when_only_the_lse_of_two_results_is_used():
+    query, key, value, bias = leaves()
+    lse = attend(query, key, value, bias=bias).lse
+    got = torch.autograd.grad(lse.sum(), (query, key, bias, value), allow_unused=True)
+    expected = torch.autograd.grad(dense(query, key, value, bias)[1].sum(), (query, key, bias))
+    torch.testing.assert_close(got[:3], expected, rtol=1e-10, atol=1e-10)
+    assert got[3] is None or (got[3] == 0).all()
+
+
+def test_gradients_with_broadcast_batches_and_shared_points():
+    points = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
+    sigma = torch.tensor([0.5, 1.0], dtype=torch.float64, requires_grad=True)
+
+    def function(points, sigma):
+        scaled = points / sigma[:, None, None]
+        return tuple(attend(scaled, scaled, points))
+
+    assert gradcheck(function, (points, sigma))
+
+
+def test_gradients_with_absent_keys():
+    query, key, value, bias = leaves()
+    with torch.no_grad():
+        bias[:, 2] = -torch.inf
+        bias[1] = -torch.inf
+    out, lse = attend(query, key, value, bias=bias)
+    grads = torch.autograd.grad(out.sum() + lse[0].sum(), (query, key, value, bias))
+    for grad in grads:
+        assert grad.isfinite().all()
+        assert (grad[1] == 0).all()
+    assert (grads[1][0, 2] == 0).all()
+
+
+def test_gradients_in_float32_agree_with_float64():
+    points = 3 * torch.randn(200, 3)
+    value = torch.randn(200, 4)
+
+    def gradient(dtype):
+        query = points.to(dtype).requires_grad_()
+        out, lse = attend(query, query, value.to(dtype))
+        return torch.autograd.grad(out.square().sum() + lse.sum(), query)[0]
+
+    torch.testing.assert_close(gradient(torch.float32).double(), gradient(torch.float64), rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_of_another_score():
+    query, key, value, bias = leaves()
+
+    def cauchy(q, k):
+        return -torch.log1p(sum((a - b) ** 2 for a, b in zip(q, k, strict=True)))
+
+    assert gradcheck(lambda *t: tuple(attend(*t[:3], bias=t[3], score=cauchy)), (query, key, value, bias))
+    with pytest.raises(NotImplementedError, match="gradients of another score than the Gaussian one"):
+        attend(query.float(), key.float(), score=cauchy, backend="flex")
+
+
+def test_a_backend_that_cannot_serve_the_backward_pass_leaves_it_to_auto(monkeypatch):
+    """Points without values may be float32 for a 16-bit kernel; the values of its backward pass may not."""
+    backend = BACKENDS["flash_attn"]
+
+    def pretended(self, inputs):
+        return [] if inputs.value is None else ["values are float32"]
+
+    monkeypatch.setattr(flash_attn.FlashAttn, "not_supported_reasons", pretended)
+    monkeypatch.setattr(flash_attn.FlashAttn, "attend", lambda self, inputs: BACKENDS["reference"].attend(inputs))
+    points = torch.randn(20, 3, dtype=torch.float64, requires_grad=True)
+    (got,) = torch.autograd.grad(attend(points, points, backend=backend.name).lse.sum(), points)
+    (expected,) = torch.autograd.grad(dense(points, points)[1].sum(), points)
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)

@@ -1,0 +1,149 @@
+"""What is particular to the compiled loop: threads, forks, tile lists, its cache."""
+
+import multiprocessing
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from cases import dense, sphere
+from torch.utils.data import DataLoader, Dataset
+
+from qattn import attend
+from qattn.attention import native
+from qattn.attention.inputs import Inputs
+from qattn.attention.native import TILE, TilePairs, attend_pairs
+from qattn.attention.score import gaussian
+
+
+def cloud(seed, n=700):
+    torch.manual_seed(seed)
+    return (sphere(n) / 0.3).float()
+
+
+def result(seed):
+    points = cloud(seed)
+    return attend(points, points, points, backend="native")
+
+
+def test_the_thread_count_changes_nothing():
+    points = cloud(0, 3000)
+    threads = torch.get_num_threads()
+    try:
+        results = []
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            results.append(attend(points, points, points, backend="native"))
+    finally:
+        torch.set_num_threads(threads)
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], rtol=0, atol=0)
+
+
+def test_torch_s_thread_count_is_honoured(monkeypatch):
+    started = []
+
+    class Pool(ThreadPoolExecutor):
+        def __init__(self, workers):
+            started.append(workers)
+            super().__init__(workers)
+
+    monkeypatch.setattr(native, "ThreadPoolExecutor", Pool)
+    monkeypatch.setattr(native, "_CHUNK_PAIRS", 1)
+    for count in (1, 2, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda c=count: c)
+        result(0)
+    assert started == [2, 3]  # one thread needs no pool
+
+
+def test_many_python_threads_at_once():
+    expected = [result(seed) for seed in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(3):
+            for got, exact in zip(pool.map(result, range(8)), expected, strict=True):
+                torch.testing.assert_close(got, exact, rtol=0, atol=0)
+
+
+def _in_child(seed, queue):
+    queue.put([t.tolist() for t in result(seed)])
+
+
+def test_forked_after_use():
+    """The parent has used its threads; a child started by fork must neither hang nor crash."""
+    expected = result(3)
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    child = context.Process(target=_in_child, args=(3, queue))
+    child.start()
+    got = queue.get()
+    child.join(60)
+    assert child.exitcode == 0
+    for have, want in zip(got, expected, strict=True):
+        torch.testing.assert_close(torch.tensor(have), want, rtol=0, atol=0)
+
+
+class Clouds(Dataset):
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return result(index).lse
+
+
+def test_data_loader_workers():
+    expected = torch.stack([result(seed).lse for seed in range(6)])
+    loader = DataLoader(Clouds(), batch_size=2, num_workers=2, multiprocessing_context="fork", timeout=60)
+    torch.testing.assert_close(torch.cat(list(loader)), expected, rtol=0, atol=0)
+
+
+def test_an_interrupt_drops_the_chunks_not_begun():
+    done = []
+
+    def run(begin):
+        done.append(begin)
+        time.sleep(0.001)
+        if begin == 0:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        native._share(run, range(10_000))
+    assert len(done) < 1_000
+
+
+@pytest.mark.parametrize("channels", [0, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_lists_of_tile_pairs(dtype, channels):
+    """Random lists, one of them empty, against dense attention with the other pairs masked out."""
+    n, m = 5 * TILE - 10, 4 * TILE - 20
+    query, key = (torch.randn(1, size, 3, dtype=dtype) for size in (n, m))
+    value = torch.randn(1, m, channels, dtype=dtype) if channels else None
+    bias = torch.randn(1, m, dtype=dtype)
+    lists = [[0, 2], [3], [], [1, 2, 3], [0, 1, 2, 3]]
+    last = torch.tensor([len(tiles) for tiles in lists]).cumsum(0)
+    first = torch.cat([torch.zeros(1, dtype=torch.int64), last[:-1]])
+    pairs = TilePairs(first, last, torch.tensor([tile for tiles in lists for tile in tiles]))
+    out, lse = attend_pairs(Inputs(query, key, value, bias, gaussian, 1e-3, torch.Size((1,))), pairs)
+    tolerance = native.Native.tolerance[dtype]
+    for tile, keys in enumerate(lists):
+        rows = slice(tile * TILE, min((tile + 1) * TILE, n))
+        columns = [j for t in keys for j in range(t * TILE, min((t + 1) * TILE, m))]
+        some = None if value is None else value[0, columns]
+        expected_out, expected_lse = dense(query[0, rows], key[0, columns], some, bias[0, columns])
+        torch.testing.assert_close(lse[0, rows].double(), expected_lse, rtol=0, atol=tolerance)
+        if value is not None:
+            torch.testing.assert_close(out[0, rows].double(), expected_out, rtol=0, atol=3 * tolerance)
+
+
+def test_compiled_once_and_kept_on_disk():
+    """A second process finds the loop compiled."""
+    result(0)
+    script = (
+        "import torch, qattn; from qattn.attention import _loops;"
+        "x = torch.randn(100, 3); qattn.attend(x, x, backend='native');"
+        "hits, misses = _loops.attend_tiles.stats[1:];"
+        "print(sum(hits.values()), sum(misses.values()))"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["1", "0"]
