@@ -33,13 +33,21 @@ def _main(
     """Diffusion operators by attention."""
 
 
-def _row(report: BackendReport) -> list[str]:
-    dtype = str(report.dtype).removeprefix("torch.")
-    if not report.is_usable:
-        return [report.name, dtype, "[dim]no[/]", "", "", "", "", f"[dim]{'; '.join(report.reasons)}[/]"]
-    numbers = [f"{report.lse_error:.0e}", f"{report.out_error:.0e}", f"{report.lse_ns:.2f}", f"{report.out_ns:.2f}"]
-    verdict = "" if report.is_exact else f"[red]error above its tolerance of {report.tolerance:.0e}[/]"
-    return [report.name, dtype, "[green]yes[/]", *numbers, verdict]
+def _dtype(report: BackendReport) -> str:
+    return str(report.dtype).removeprefix("torch.")
+
+
+def _rows(reports: list[BackendReport]) -> list[list[str]]:
+    """One row a dtype that a backend takes, or one row with its reasons if it takes none."""
+    usable = [report for report in reports if report.is_usable]
+    if not usable:
+        return [[reports[0].name, "", "[dim]no[/]", "", "", "", "", f"[dim]{'; '.join(reports[0].reasons)}[/]"]]
+    rows = []
+    for report in usable:
+        numbers = [f"{report.lse_error:.0e}", f"{report.out_error:.0e}", f"{report.lse_ns:.2f}", f"{report.out_ns:.2f}"]
+        verdict = "" if report.is_exact else f"[red]error above its tolerance of {report.tolerance:.0e}[/]"
+        rows.append([report.name, _dtype(report), "[green]yes[/]", *numbers, verdict])
+    return rows
 
 
 @app.command()
@@ -53,14 +61,14 @@ def doctor() -> None:
         table = Table("backend", "dtype", "usable", title=f"Attention kernels on {device}", title_justify="left")
         for heading in ("lse error", "out error", "ns/pair, lse", "ns/pair, C = 8"):
             table.add_column(heading, justify="right")
-        table.add_column("why not", overflow="fold")
-        for report in reports:
-            if report.device == device:
-                table.add_row(*_row(report))
+        table.add_column("remark", overflow="fold")
+        for name in dict.fromkeys(report.name for report in reports):
+            for row in _rows([report for report in reports if (report.name, report.device) == (name, device)]):
+                table.add_row(*row)
         console.print(table)
     table = Table("for", "takes", title='What backend="auto" takes', title_justify="left")
-    for row in choices():
-        table.add_row(*row)
+    for inputs, name in choices():
+        table.add_row(inputs, name)
     console.print(table)
     if not all(report.is_exact for report in reports if report.is_usable):
         raise typer.Exit(1)

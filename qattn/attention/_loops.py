@@ -12,23 +12,26 @@ of their own.
 # mypy: disable-error-code="no-untyped-def"
 
 import math
+import zlib
+from pathlib import Path
 
 import numpy as np
 from numba import njit
 
+from qattn.attention import _simd, native
 from qattn.attention._simd import (
     ROWS,
     add,
+    add_rows,
     exp2,
     lanes,
     load,
-    load_rows,
     maximum,
     minus_square,
     multiply_add_rows,
     splat,
     store,
-    store_rows,
+    zero_rows,
 )
 from qattn.attention.native import TILE
 
@@ -81,10 +84,10 @@ def _add_values(query, shift, tile, values, dims, sums, out, weights):
                 store(weights, r * TILE + j, w)
             store(sums, (i + r) * width, total)
         for c in range(0, channels, width):
-            rows = load_rows(out, i * channels + c, channels)
+            rows = zero_rows(out)  # each tile from zero: added to a long sum one by one, small weights would round away
             for j in range(TILE):
                 rows = multiply_add_rows(rows, weights, j, TILE, load(values, j * channels + c))
-            store_rows(out, i * channels + c, channels, rows)
+            add_rows(out, i * channels + c, channels, rows)
 
 
 @njit
@@ -107,35 +110,47 @@ def _aligned(size, dtype):
     return array[skip : skip + size]
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
-def attend_tiles(query, keys, values, first, last, tiles, begin, end, tiny, dims, lse, out):
-    """Attention of the query tiles I = begin … end − 1, each to the key tiles tiles[first[I]:last[I]].
+def _compile(fingerprint):
+    def attend_tiles(query, keys, values, first, last, tiles, begin, end, tiny, dims, lse, out):
+        """Attention of the query tiles I = begin … end − 1, each to the key tiles tiles[first[I]:last[I]].
 
-    query (T, TILE, d); keys (S, d + 1, TILE); values (S, TILE, C) with C a multiple of a register's lanes, 0 for lse
-    alone; lse (T, TILE) in base 2 and out (T, TILE, C) are written. `dims` is a tuple of d items, which tells the
-    compiler d, or empty.
-    """
-    sums = _aligned(TILE * lanes(query), query.dtype).reshape(TILE, lanes(query))
-    weights = _aligned(ROWS * TILE, query.dtype).reshape(ROWS, TILE)
-    shift = np.empty(TILE, query.dtype)
-    for tile in range(begin, end):
-        q, o, total = query[tile], out[tile], lse[tile]
-        seen = tiles[first[tile] : last[tile]]
-        _add_tiles(q, None, keys, values, seen, dims, sums, o, weights)
-        shift[:] = 0
-        low = False
-        for i in range(TILE):
-            total[i] = sums[i].sum()
-            low |= not total[i] >= tiny
-        if low:
-            sums[:] = -np.inf
-            for t in seen:
-                _add_maximum(q, keys[t], dims, sums)
-            for i in range(TILE):
-                shift[i] = sums[i].max()
-            _add_tiles(q, shift, keys, values, seen, dims, sums, o, weights)
+        query (T, TILE, d); keys (S, d + 1, TILE); values (S, TILE, C) with C a multiple of a register's lanes, 0 for
+        lse alone; lse (T, TILE) in base 2 and out (T, TILE, C) are written. `dims` is a tuple of d items, which tells
+        the compiler d, or empty.
+        """
+        fingerprint  # noqa: B018 (see below)
+        sums = _aligned(TILE * lanes(query), query.dtype).reshape(TILE, lanes(query))
+        weights = _aligned(ROWS * TILE, query.dtype).reshape(ROWS, TILE)
+        shift = np.empty(TILE, query.dtype)
+        for tile in range(begin, end):
+            q, o, total = query[tile], out[tile], lse[tile]
+            seen = tiles[first[tile] : last[tile]]
+            _add_tiles(q, None, keys, values, seen, dims, sums, o, weights)
+            shift[:] = 0
+            low = False
             for i in range(TILE):
                 total[i] = sums[i].sum()
-        for i in range(TILE):
-            o[i] /= max(total[i], tiny)
-            total[i] = math.log2(total[i]) + shift[i]
+                low |= not total[i] >= tiny
+            if low:
+                sums[:] = -np.inf
+                for t in seen:
+                    _add_maximum(q, keys[t], dims, sums)
+                for i in range(TILE):
+                    shift[i] = sums[i].max()
+                _add_tiles(q, shift, keys, values, seen, dims, sums, o, weights)
+                for i in range(TILE):
+                    total[i] = sums[i].sum()
+            for i in range(TILE):
+                o[i] /= max(total[i], tiny)
+                total[i] = math.log2(total[i]) + shift[i]
+
+    try:
+        return njit(nogil=True, cache=True, error_model="numpy")(attend_tiles)
+    except RuntimeError:  # nowhere to keep it: every process compiles its own
+        return njit(nogil=True, error_model="numpy")(attend_tiles)
+
+
+# Numba's cache on disk is keyed by the file of the function itself and by its closure, not by what it calls or by
+# constants of other
+# files. So the closure holds a checksum of everything that is compiled in.
+attend_tiles = _compile(zlib.crc32(b"".join(Path(str(module.__file__)).read_bytes() for module in (_simd, native))))

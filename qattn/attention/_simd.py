@@ -13,6 +13,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
+from qattn.attention.native import LOWEST
+
 REGISTER_BYTES = 64 if llvm.get_host_cpu_features().get("avx512f") else 32
 ROWS = 8  # query rows worked on at once: the latency of a multiply-add times the two a cycle that can start
 
@@ -22,27 +24,27 @@ _INT32 = ir.IntType(32)
 class _Float:
     """What exp2 needs to know of a float type: its bits, and minimax coefficients of 2^r on [-1/2, 1/2] after the 1."""
 
-    def __init__(self, llvm_type, bits, mantissa, lowest, coefficients):
+    def __init__(self, llvm_type, bits, mantissa, coefficients):
+        self.bits = bits
         self.lanes = REGISTER_BYTES * 8 // bits
         self.vector = ir.VectorType(llvm_type, self.lanes)
         self.integer = ir.VectorType(ir.IntType(bits), self.lanes)
         self.suffix = f"v{self.lanes}f{bits}"
         self.mantissa = mantissa
         self.magic = 1.5 * 2.0**mantissa  # adding it rounds to an integer, which then sits in the low bits
-        self.lowest = lowest
         self.coefficients = coefficients
         self.align = bits // 8
 
 
 _FLOATS = {
     types.float32: _Float(
-        ir.FloatType(), 32, 23, -126.0,
+        ir.FloatType(), 32, 23,
         # relative error 9e-8
         (0.69314697758721271, 0.24022242077583798, 0.055507337603907950, 0.0096715129970405142,
          0.0013264722046182421),
     ),
     types.float64: _Float(
-        ir.DoubleType(), 64, 52, -1022.0,
+        ir.DoubleType(), 64, 52,
         # relative error 3e-18
         (0.69314718055994532581, 0.24022650695910131262, 0.055504108664820083176, 0.0096181291075941195762,
          0.001333355814677463106, 0.00015403530457112641239, 0.000015252733493118438132,
@@ -172,15 +174,14 @@ def maximum(_, a, b):
 
 @intrinsic
 def exp2(_, x):
-    """2^x for x ≤ 0 or a little above; what would underflow becomes the smallest normal number."""
+    """2^x for x ≤ 0 or a little above, and 0 where products with it would be denormal, which are slow."""
     float_type = _FLOATS[x.dtype]
 
     def emit(context, builder, signature, arguments):
-        lowest = _constant(float_type.vector, float_type.lowest)
-        clamped = builder.select(builder.fcmp_ordered(">", arguments[0], lowest), arguments[0], lowest)
+        x = arguments[0]
         magic = _constant(float_type.vector, float_type.magic)
-        rounded = builder.fadd(clamped, magic)
-        remainder = builder.fsub(clamped, builder.fsub(rounded, magic))
+        rounded = builder.fadd(x, magic)
+        remainder = builder.fsub(x, builder.fsub(rounded, magic))
         *others, power = (_constant(float_type.vector, c) for c in (1.0, *float_type.coefficients))
         for coefficient in reversed(others):
             power = _fma(builder, float_type, power, remainder, coefficient)
@@ -188,39 +189,37 @@ def exp2(_, x):
             builder.bitcast(rounded, float_type.integer),
             ir.Constant(float_type.integer, [float_type.mantissa] * float_type.lanes),
         )
-        return builder.bitcast(builder.add(builder.bitcast(power, float_type.integer), exponent), float_type.vector)
+        result = builder.bitcast(builder.add(builder.bitcast(power, float_type.integer), exponent), float_type.vector)
+        is_large = builder.fcmp_ordered(">", x, _constant(float_type.vector, LOWEST[float_type.bits]))
+        return builder.select(is_large, result, _constant(float_type.vector, 0.0))
 
     return x(x), emit
 
 
 @intrinsic
-def load_rows(_, array, offset, stride):
-    """The registers at offset, offset + stride, … of `ROWS` rows, as a tuple."""
-    vector = _FLOATS[array.dtype].vector
+def zero_rows(_, array):
+    """A register of zeros for each of `ROWS` rows, as a tuple."""
     registers = types.UniTuple(Vec(array.dtype), ROWS)
 
     def emit(context, builder, signature, arguments):
-        rows = []
-        position = arguments[1]
-        for _ in range(ROWS):
-            pointer = _element(context, builder, signature.args[0], arguments[0], position)
-            rows.append(builder.load(builder.bitcast(pointer, vector.as_pointer()), align=_FLOATS[array.dtype].align))
-            position = builder.add(position, arguments[2])
-        return context.make_tuple(builder, registers, rows)
+        zero = _constant(_FLOATS[array.dtype].vector, 0.0)
+        return context.make_tuple(builder, registers, [zero] * ROWS)
 
-    return registers(array, types.intp, types.intp), emit
+    return registers(array), emit
 
 
 @intrinsic
-def store_rows(_, array, offset, stride, rows):
-    """Undoes `load_rows`."""
-    vector = _FLOATS[array.dtype].vector
+def add_rows(_, array, offset, stride, rows):
+    """Adds rows[r] to the register at offset + r·stride for each of the rows."""
+    float_type = _FLOATS[array.dtype]
 
     def emit(context, builder, signature, arguments):
         position = arguments[1]
         for register in cgutils.unpack_tuple(builder, arguments[3], ROWS):
             pointer = _element(context, builder, signature.args[0], arguments[0], position)
-            builder.store(register, builder.bitcast(pointer, vector.as_pointer()), align=_FLOATS[array.dtype].align)
+            pointer = builder.bitcast(pointer, float_type.vector.as_pointer())
+            total = builder.fadd(builder.load(pointer, align=float_type.align), register)
+            builder.store(total, pointer, align=float_type.align)
             position = builder.add(position, arguments[2])
 
     return types.void(array, types.intp, types.intp, rows), emit

@@ -19,12 +19,12 @@ from qattn.attention.backend import Backend
 from qattn.attention.inputs import Inputs
 from qattn.lift import centre
 
-__all__ = ["TILE", "Native", "TilePairs", "attend_pairs"]
+__all__ = ["LOWEST", "TILE", "Native", "TilePairs", "attend_pairs"]
 
 TILE = 64
 _UNROLLED = 4  # dimensions up to this have a loop of their own
 _CHUNK_PAIRS = 2**22  # pairs of points handed to a thread at a time, about a millisecond
-_LOWEST = {torch.float32: 2.0**-102, torch.float64: 2.0**-969}  # the smallest normal number, times 1 / rounding
+LOWEST = {32: -100.0, 64: -960.0}  # weights below 2 to this, by the bits of their dtype, count as 0
 
 
 class TilePairs(NamedTuple):
@@ -104,7 +104,9 @@ def attend_pairs(inputs: Inputs, pairs: TilePairs | None) -> Attended:
 
     pairs = _all_pairs(B, T, S) if pairs is None else pairs
     arrays = [x.numpy() for x in (query.flatten(0, 1), keys, values.reshape(B * S, TILE, channels), *pairs, lse, out)]
-    tiny = _LOWEST[dtype] * M
+    tiny = (
+        M * 2.0 ** LOWEST[8 * dtype.itemsize] / torch.finfo(dtype).eps
+    )  # a row sum that dropped weights do not change
     dims = (0,) * D if D <= _UNROLLED else ()
     chunk = max(1, _CHUNK_PAIRS * len(pairs.first) // max(1, TILE * TILE * int((pairs.last - pairs.first).sum())))
 
