@@ -1,9 +1,28 @@
 """Diffusion operators by attention: kernels, Sinkhorn-normalised, on the attention kernels that exist."""
 
+from qattn import ragged
 from qattn.attended import Attended, merge
 from qattn.attention import attend, gaussian
+from qattn.operators import Diffusion, diffusion
 from qattn.doctor import BackendReport, backends
+from qattn.kernels import GaussianKernel, Kernel, MatrixKernel
+from qattn.solver import SinkhornResult, sinkhorn
 
 __version__ = "0.1.0"
 
-__all__ = ["Attended", "BackendReport", "attend", "backends", "gaussian", "merge"]
+__all__ = [
+    "Attended",
+    "BackendReport",
+    "Diffusion",
+    "GaussianKernel",
+    "Kernel",
+    "MatrixKernel",
+    "SinkhornResult",
+    "attend",
+    "backends",
+    "diffusion",
+    "gaussian",
+    "merge",
+    "ragged",
+    "sinkhorn",
+]

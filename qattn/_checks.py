@@ -1,11 +1,29 @@
 """Wrong input, worded once: what was expected, what came, and the remedy."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["attention_arguments"]
+__all__ = [
+    "attention_arguments",
+    "bandwidth",
+    "counts_of_clouds",
+    "integer",
+    "kernel_of",
+    "kernels_of_one_size",
+    "mass",
+    "one_of",
+    "point_kernel",
+    "points",
+    "positive",
+    "potential",
+    "same_dimension",
+    "signal",
+    "similarity",
+]
 
 
 def _shape(tensor: Tensor) -> str:
@@ -90,3 +108,194 @@ def attention_arguments(
     if bias is not None and not (bias < torch.inf).all():  # false for NaN too
         raise ValueError("`bias` should be finite, or −inf where a key is absent; some of its numbers are NaN or +inf.")
     return batch
+
+
+def _floating(name: str, numbers: Any) -> Tensor:
+    """Anything array-like as a tensor of floating point; integers are converted."""
+    try:
+        tensor = numbers if isinstance(numbers, Tensor) else torch.from_numpy(np.ascontiguousarray(np.asarray(numbers)))
+    except TypeError:
+        raise TypeError(f"`{name}` should be a tensor or an array of numbers; got {type(numbers).__name__}.") from None
+    if tensor.is_complex() or tensor.dtype == torch.bool:
+        raise ValueError(f"`{name}` should be real numbers; got {str(tensor.dtype).removeprefix('torch.')}.")
+    return tensor if tensor.is_floating_point() else tensor.to(torch.get_default_dtype())
+
+
+def one_of(name: str, value: str, choices: Sequence[str]) -> None:
+    """Checks a word."""
+    if value not in choices:
+        raise ValueError(f"`{name}` should be {' or '.join(map(repr, choices))}; got {value!r}.")
+
+
+def positive(name: str, number: Any) -> None:
+    """Checks a number or a tensor of them."""
+    numbers = torch.as_tensor(number)
+    if not ((numbers > 0) & (numbers < torch.inf)).all():
+        raise ValueError(
+            f"{name} should be positive and finite; got {number if numbers.numel() == 1 else 'some that are not'}."
+        )
+
+
+def integer(name: str, number: Any, least: int) -> int:
+    """Checks a count."""
+    if isinstance(number, bool) or int(number) != number or number < least:
+        raise ValueError(f"`{name}` should be an integer of at least {least}; got {number}.")
+    return int(number)
+
+
+def points(name: str, numbers: Any) -> Tensor:
+    """Positions (*batch, N, d)."""
+    tensor = _floating(name, numbers)
+    if tensor.ndim < 2:
+        raise ValueError(
+            f"`{name}` should have shape (*batch, N, d); got {_shape(tensor)}. "
+            f"For points on a line, give them as `{name}[:, None]`."
+        )
+    if tensor.shape[-2] == 0 or tensor.shape[-1] == 0:
+        raise ValueError(f"`{name}` should hold at least one point with one coordinate; got shape {_shape(tensor)}.")
+    _finite(name, tensor, "Drop those points first, or set them to 0 and give them mass 0.")
+    return tensor
+
+
+def bandwidth(sigma: Any, cloud: Tensor) -> Tensor:
+    """σ without axes or (H,), in the dtype of the logarithms."""
+    dtype = torch.promote_types(cloud.dtype, torch.float32)
+    tensor = torch.as_tensor(sigma).to(cloud.device, dtype)
+    if tensor.ndim > 1:
+        raise ValueError(
+            f"`sigma` should be a number, or of shape (H,) for one head a bandwidth; got {_shape(tensor)}."
+        )
+    positive("`sigma`", tensor.detach() if tensor.ndim else float(tensor.detach()))
+    return tensor
+
+
+def same_dimension(new: Tensor, old: Tensor) -> None:
+    """Checks points at which a kernel is to be evaluated."""
+    if new.shape[-1] != old.shape[-1]:
+        raise ValueError(
+            f"`points` should have {old.shape[-1]} coordinates, as the kernel's own; got shape {_shape(new)}."
+        )
+
+
+def point_kernel(kernel: Any, kind: type) -> Any:
+    """A kernel that can be evaluated at other points, or why it cannot."""
+    if not isinstance(kernel, kind):
+        raise ValueError(f"{kernel!r} is not a function of points, so it cannot be evaluated at other ones.")
+    return kernel
+
+
+def kernels_of_one_size(shapes: Sequence[torch.Size]) -> None:
+    """Checks the terms of a sum."""
+    try:
+        fits = len({shape[-2:] for shape in shapes}) == 1 and torch.broadcast_shapes(*shapes) is not None
+    except RuntimeError:
+        fits = False
+    if not fits:
+        got = ", ".join(str(tuple(shape)) for shape in shapes)
+        raise ValueError(f"The kernels of a sum should have one size and batches that broadcast; got {got}.")
+
+
+def similarity(numbers: Any) -> Tensor:
+    """A symmetric matrix ≥ 0, (*batch, N, N)."""
+    tensor = _floating("similarity", numbers)
+    if tensor.ndim < 2 or tensor.shape[-1] != tensor.shape[-2] or tensor.shape[-1] == 0:
+        raise ValueError(f"`similarity` should have shape (*batch, N, N); got {_shape(tensor)}.")
+    _finite("similarity", tensor, "Set them to 0 to leave those pairs out.")
+    if (tensor < 0).any():
+        raise ValueError(
+            f"`similarity` should not be negative; {int((tensor < 0).sum())} of its {tensor.numel()} entries are. "
+            "Take `similarity.clamp(min=0)`, or `exp` of a signed score."
+        )
+    gap = (tensor - tensor.mT).abs().amax()
+    if gap > 1e-5 * tensor.abs().amax():
+        raise ValueError(
+            f"`similarity` should be symmetric; entries differ from their mirror image by up to {float(gap):.3g}. "
+            "Take `(similarity + similarity.mT) / 2`."
+        )
+    return tensor
+
+
+def mass(numbers: Any, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Masses (*batch, N) ≥ 0 with a positive sum, for a kernel of shape (*batch, N, N); 1/N each by default."""
+    N = shape[-1]
+    if numbers is None:
+        return torch.full((N,), 1 / N, dtype=dtype, device=device)
+    tensor = _floating("mass", numbers).to(device, dtype)
+    if tensor.ndim == 0 or tensor.shape[-1] != N:
+        raise ValueError(
+            f"`mass` should have shape {(*shape[:-2], N)}, one mass a point, or one that broadcasts to it; "
+            f"got {_shape(tensor)}. Leave it out for equal masses."
+        )
+    try:
+        fits = torch.broadcast_shapes(tensor.shape[:-1], shape[:-2]) == shape[:-2]
+    except RuntimeError:
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"`mass` should broadcast to the shape {(*shape[:-2], N)} of the points; got {_shape(tensor)}. "
+            "With heads, masses of a batch need an axis for them: `mass[..., None, :]`."
+        )
+    _finite("mass", tensor, "Points without mass get 0.")
+    if (tensor < 0).any():
+        raise ValueError(
+            f"`mass` should not be negative; {int((tensor < 0).sum())} of its {tensor.numel()} numbers are."
+        )
+    if (tensor.sum(-1) == 0).any():
+        raise ValueError("`mass` should have a positive sum in each cloud; it is all 0 in at least one.")
+    return tensor
+
+
+def potential(numbers: Any, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A potential to start from, (*batch, N)."""
+    tensor = _floating("init", numbers).to(device, dtype)
+    if tensor.shape != shape:
+        raise ValueError(
+            f"`init` should have shape {tuple(shape)}, a potential of the same kernel; got {_shape(tensor)}."
+        )
+    _finite("init", tensor, "Start without it.")
+    return tensor
+
+
+def signal(numbers: Any, shape: torch.Size, device: torch.device) -> Tensor:
+    """Values (M,), (M, C) or (*batch, M, C) for an operator of shape (*batch, N, M)."""
+    tensor = _floating("signal", numbers)
+    M = shape[-1]
+    axis = -1 if tensor.ndim == 1 else -2
+    if tensor.ndim == 0 or tensor.shape[axis] != M:
+        raise ValueError(
+            f"`signal` should have shape ({M},), ({M}, C) or (*batch, {M}, C), one row a point; got {_shape(tensor)}."
+        )
+    if tensor.device != device:
+        raise ValueError(f"`signal` should be on {device}, where the operator is; got {tensor.device}.")
+    return tensor
+
+
+def kernel_of(given: Any, sigma: Any, options: dict[str, Any], kind: type, gaussian: Callable[..., Any]) -> Any:
+    """A kernel as given, or the Gaussian one of points with a bandwidth."""
+    if isinstance(given, kind):
+        if sigma is not None or options:
+            extra = ", ".join(["sigma"] * (sigma is not None) + list(options))
+            raise ValueError(f"{extra} belong to the kernel, which is given already. Set them when making it.")
+        return given
+    if sigma is None:
+        raise ValueError("`sigma` should be given with points: the bandwidth, in units of the points.")
+    return gaussian(given, sigma, **options)
+
+
+def counts_of_clouds(packed: Tensor, offset: Tensor | None, batch: Tensor | None) -> Tensor:
+    """The sizes (B,) of packed clouds, from where they end or from the number of each row."""
+    if (offset is None) == (batch is None):
+        raise ValueError("Give either `offset`, where each cloud ends, or `batch`, the cloud of each row.")
+    T = len(packed)
+    if offset is not None:
+        counts = torch.diff(offset, prepend=offset.new_zeros(1))
+        if offset.ndim != 1 or len(offset) == 0 or int(offset[-1]) != T or (counts < 0).any():
+            raise ValueError(
+                f"`offset` should rise to the number of rows, {T}, without a leading 0; got {offset.tolist()[:8]}. "
+                "From `cu_seqlens`, take `cu_seqlens[1:]`."
+            )
+        return counts
+    assert batch is not None
+    if batch.shape != (T,) or T == 0 or (torch.diff(batch) < 0).any() or int(batch[0]) < 0:
+        raise ValueError(f"`batch` should be sorted, from 0, with one number a row, shape ({T},); got {_shape(batch)}.")
+    return torch.bincount(batch)

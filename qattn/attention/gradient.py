@@ -28,9 +28,10 @@ __all__ = ["attend_differentiably"]
 
 def attend_differentiably(inputs: Inputs, backend: Backend) -> Attended:
     """Attention by `backend`, with gradients of every order where any are asked for."""
-    if not inputs.is_gaussian or not inputs.needs_gradients:
-        return backend.attend(inputs)
-    return Attended(*_Attend.apply(inputs.query, inputs.key, inputs.value, inputs.bias, inputs.tol, backend))
+    with torch.autocast(inputs.device.type, enabled=False):  # scores need the precision that they are given
+        if not inputs.is_gaussian or not inputs.needs_gradients:
+            return backend.attend(inputs)
+        return Attended(*_Attend.apply(inputs.query, inputs.key, inputs.value, inputs.bias, inputs.tol, backend))
 
 
 def _again(backend: Backend, tol: float, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Attended:

@@ -68,9 +68,11 @@ def _tiles(x: Tensor) -> Tensor:
     return x.reshape(x.shape[0], -1, TILE, x.shape[2])
 
 
-def _all_pairs(B: int, T: int, S: int) -> TilePairs:
+def _all_pairs(T: int, S: int, is_present: Tensor) -> TilePairs:
+    """T tiles of queries with S tiles of keys in each item of a batch; items without any key (B,) cost nothing."""
+    B = len(is_present)
     first = (S * torch.arange(B)).repeat_interleave(T)
-    return TilePairs(first, first + S, torch.arange(B * S))
+    return TilePairs(first, first + S * is_present.repeat_interleave(T), torch.arange(B * S))
 
 
 def attend_pairs(inputs: Inputs, pairs: TilePairs | None) -> Attended:
@@ -102,7 +104,8 @@ def attend_pairs(inputs: Inputs, pairs: TilePairs | None) -> Attended:
     lse = torch.empty(B * T, TILE, dtype=dtype)
     out = torch.empty(B * T, TILE, channels, dtype=dtype)
 
-    pairs = _all_pairs(B, T, S) if pairs is None else pairs
+    if pairs is None:
+        pairs = _all_pairs(T, S, bias.isfinite().any(-1))
     arrays = [x.numpy() for x in (query.flatten(0, 1), keys, values.reshape(B * S, TILE, channels), *pairs, lse, out)]
     tiny = (
         M * 2.0 ** LOWEST[8 * dtype.itemsize] / torch.finfo(dtype).eps

@@ -1,0 +1,7 @@
+"""Kernels: one file a modality, each of which only knows how to attend."""
+
+from qattn.kernels.base import Kernel, PointKernel
+from qattn.kernels.gaussian import GaussianKernel
+from qattn.kernels.matrix import MatrixKernel
+
+__all__ = ["GaussianKernel", "Kernel", "MatrixKernel", "PointKernel"]

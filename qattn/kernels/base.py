@@ -1,0 +1,131 @@
+r"""Kernels, known only by how they attend.
+
+A kernel K ≥ 0 between N sites is symmetric, and everything else in the library asks it for one thing:
+
+    lse_i = log Σ_j K_ij e^{b_j},        out_i = Σ_j K_ij e^{b_j} v_j / e^{lse_i}.
+
+Sums and positive multiples of kernels follow from that alone.
+"""
+
+from abc import ABC, abstractmethod
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qattn import _checks
+from qattn.attended import Attended, merge
+
+__all__ = ["Kernel", "PointKernel", "ScaledKernel", "SumKernel"]
+
+
+class Kernel(ABC):
+    """A symmetric kernel between sites, or between new sites and old ones."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> torch.Size:
+        """(*batch, N, M), with M = N unless the kernel was evaluated at other points."""
+
+    @property
+    @abstractmethod
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors it is made of, and differentiated by."""
+
+    @abstractmethod
+    def replace(self, *tensors: Tensor) -> "Kernel":
+        """The same kernel made of other `tensors`: on another device, or aliases for a gradient."""
+
+    @abstractmethod
+    def attend(self, bias: Tensor, value: Tensor | None = None) -> Attended:
+        """out (*batch, N, C) and lse (*batch, N) for bias (*batch, M) and value (*batch, M, C)."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of its logarithms."""
+        return torch.promote_types(self.tensors[0].dtype, torch.float32)
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensors[0].device
+
+    def __add__(self, other: Any) -> "Kernel":
+        return SumKernel(self, other) if isinstance(other, Kernel) else NotImplemented
+
+    def __mul__(self, factor: Any) -> "Kernel":
+        return NotImplemented if isinstance(factor, Kernel) else ScaledKernel(self, factor)
+
+    __rmul__ = __mul__
+
+
+class PointKernel(Kernel):
+    """A kernel that is a function of points, and so can be evaluated between new ones and its own."""
+
+    @abstractmethod
+    def at(self, points: Any) -> "PointKernel":
+        """The kernel between other points (*batch, N', d) and its own."""
+
+
+class SumKernel(PointKernel):
+    """K + L + …, by merging."""
+
+    def __init__(self, *kernels: Kernel) -> None:
+        _checks.kernels_of_one_size([kernel.shape for kernel in kernels])
+        self._kernels = kernels
+
+    def __repr__(self) -> str:
+        return " + ".join(map(repr, self._kernels))
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.broadcast_shapes(*(kernel.shape for kernel in self._kernels))
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(tensor for kernel in self._kernels for tensor in kernel.tensors)
+
+    def replace(self, *tensors: Tensor) -> "SumKernel":
+        kernels, rest = [], list(tensors)
+        for kernel in self._kernels:
+            count = len(kernel.tensors)
+            kernels.append(kernel.replace(*rest[:count]))
+            rest = rest[count:]
+        return SumKernel(*kernels)
+
+    def attend(self, bias: Tensor, value: Tensor | None = None) -> Attended:
+        return reduce(merge, (kernel.attend(bias, value) for kernel in self._kernels))
+
+    def at(self, points: Any) -> "SumKernel":
+        return SumKernel(*(_checks.point_kernel(kernel, PointKernel).at(points) for kernel in self._kernels))
+
+
+class ScaledKernel(PointKernel):
+    """c K for a number or a tensor c > 0: log c is added to the lse."""
+
+    def __init__(self, kernel: Kernel, factor: float | Tensor) -> None:
+        _checks.positive("the factor of a kernel", factor)
+        self._kernel = kernel
+        self._factor = torch.as_tensor(factor, dtype=kernel.dtype, device=kernel.device)
+
+    def __repr__(self) -> str:
+        factor = f"{float(self._factor):g}" if self._factor.ndim == 0 else f"({len(self._factor)} factors)"
+        return f"{factor} * {self._kernel!r}"
+
+    @property
+    def shape(self) -> torch.Size:
+        return self._kernel.shape
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (*self._kernel.tensors, self._factor)
+
+    def replace(self, *tensors: Tensor) -> "ScaledKernel":
+        return ScaledKernel(self._kernel.replace(*tensors[:-1]), tensors[-1])
+
+    def attend(self, bias: Tensor, value: Tensor | None = None) -> Attended:
+        out, lse = self._kernel.attend(bias, value)
+        return Attended(out, lse + torch.log(self._factor)[..., None])
+
+    def at(self, points: Any) -> "ScaledKernel":
+        return ScaledKernel(_checks.point_kernel(self._kernel, PointKernel).at(points), self._factor)

@@ -1,0 +1,286 @@
+r"""The diffusion operator of a kernel: Q = diag(e^l) K diag(m e^r).
+
+| normalization | left l | right r | what it keeps |
+|---|---|---|---|
+| "sinkhorn" | f | f | constants and mass; self-adjoint for m; spectrum in [0, 1] |
+| "row" | −lse(log m) | 0 | constants |
+| "symmetric" | −½ lse(log m) | −½ lse(log m) | self-adjoint for m |
+| "none" | 0 | 0 | self-adjoint for m |
+
+Applying it is one attend: Q v = exp(l + lse) · out with the bias r + log m, exact at any potential, converged or not.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.sparse.linalg import LinearOperator
+from torch import Tensor
+
+from qattn import _checks
+from qattn.kernels import GaussianKernel, Kernel, PointKernel
+from qattn.solver import SinkhornResult, apply, apply_transpose, log_of_mass, sinkhorn
+
+__all__ = ["Diffusion", "diffusion"]
+
+NORMALIZATIONS = ("sinkhorn", "row", "symmetric", "none")
+_MOST_DENSE = 2**30  # bytes of a dense matrix that someone might mean
+
+
+class _Operator:
+    """What can be applied to signals: `operator @ signal`."""
+
+    _shape: torch.Size
+    _device: torch.device
+
+    def _apply(self, signal: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    @property
+    def shape(self) -> torch.Size:
+        """(*batch, N, M)."""
+        return self._shape
+
+    def __matmul__(self, signal: Any) -> Any:
+        """Applies it to a signal (M,), (M, C) or (*batch, M, C); arrays come back as arrays."""
+        values = _checks.signal(signal, self._shape, self._device)
+        result = self._apply(values[:, None])[..., 0] if values.ndim == 1 else self._apply(values)
+        return result if isinstance(signal, Tensor) else result.numpy(force=True)
+
+
+class Diffusion(_Operator):
+    r"""Q = diag(e^l) K diag(m e^r), made by `qattn.diffusion`.
+
+    Attributes:
+        kernel: The kernel K.
+        normalization: "sinkhorn", "row", "symmetric" or "none".
+        applied: Q applied to the signal that was given at construction, or None.
+    """
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        mass: Tensor,
+        left: Tensor,
+        right: Tensor,
+        *,
+        normalization: str,
+        result: SinkhornResult | None = None,
+        applied: Any = None,
+        is_numpy: bool = False,
+    ) -> None:
+        self.kernel, self.normalization, self.applied = kernel, normalization, applied
+        self._mass, self._left, self._right, self._result, self._is_numpy = mass, left, right, result, is_numpy
+        self._shape, self._device = kernel.shape, kernel.device
+
+    def __repr__(self) -> str:
+        error = float(self._error.amax())
+        return f"Diffusion({self.kernel!r}, normalization={self.normalization!r}, marginal_error={error:.1e})"
+
+    def _apply(self, signal: Tensor) -> Tensor:
+        return apply(self.kernel, self._left, self._right + log_of_mass(self._mass), signal)
+
+    def _given(self, tensor: Tensor) -> Any:
+        return tensor.numpy(force=True) if self._is_numpy else tensor
+
+    @property
+    def mass(self) -> Any:
+        """The masses m, shape (*batch, N) or one that broadcasts to it."""
+        return self._given(self._mass)
+
+    @property
+    def potential(self) -> Any:
+        """The potential l of the rows, shape (*batch, N); f for "sinkhorn"."""
+        return self._given(self._left)
+
+    @property
+    def _error(self) -> Tensor:
+        if self._result is not None:
+            return self._result.marginal_error
+        with torch.no_grad():
+            lse = self.kernel.attend(self._right + log_of_mass(self._mass)).lse
+            share = self._mass / self._mass.sum(-1, keepdim=True)
+            return (share * torch.expm1(self._left + lse).abs()).sum(-1)
+
+    @property
+    def marginal_error(self) -> Any:
+        """The mass-weighted mean of |Q1 − 1|, shape (*batch,)."""
+        return self._given(self._error)
+
+    @property
+    def num_iter(self) -> Any:
+        """Kernel passes that normalising took, shape (*batch,); 0 for "none" and 1 for the one-step normalisations."""
+        if self._result is None:
+            return self._given(torch.full(self._shape[:-2], 0 if self.normalization == "none" else 1))
+        return self._given(self._result.num_iter)
+
+    @property
+    def converged(self) -> Any:
+        """Whether the tolerance was met, shape (*batch,); true of normalisations that do not iterate."""
+        if self._result is None:
+            return self._given(torch.ones(self._shape[:-2], dtype=torch.bool))
+        return self._given(self._result.converged)
+
+    @property
+    def T(self) -> "_Transpose":  # noqa: N802 (as NumPy calls it)
+        """The transpose Qᵀ = diag(m e^r) K diag(e^l); for "sinkhorn", Qᵀg = m Q(g / m)."""
+        return _Transpose(self)
+
+    def power(self, t: int, signal: Any) -> Any:
+        """Q^t applied to a signal, for a positive integer t."""
+        for _ in range(_checks.integer("t", t, 1)):
+            signal = self @ signal
+        return signal
+
+    def extend(self, points: Any) -> "_Extension":
+        """The same diffusion evaluated at other points (*batch, N', d): an operator of shape (*batch, N', N).
+
+        The potential is a continuous function, f(y) = −lse(y), so its value at a new point costs nothing beyond the
+        attention that applies the operator there.
+        """
+        return _Extension(self, _checks.point_kernel(self.kernel, PointKernel).at(points))
+
+    def to_dense(self) -> Any:
+        """The matrix Q, shape (*batch, N, N), if it fits a gigabyte."""
+        N = self._shape[-1]
+        size = self._shape.numel() * self.kernel.dtype.itemsize
+        if size > _MOST_DENSE:
+            raise ValueError(
+                f"`to_dense` would make a matrix of shape {tuple(self._shape)}, {size / 2**30:.1f} GB. "
+                "Apply the operator instead, as in `q @ signal`, or take `q.to_scipy()`."
+            )
+        return self._given(self._apply(torch.eye(N, dtype=self.kernel.dtype, device=self._device)))
+
+    def to_scipy(self, symmetric: bool = False) -> LinearOperator:
+        """A SciPy `LinearOperator`: Q or, if `symmetric`, √w Q /√w with w = m e^{r−l}, which has the same spectrum."""
+        if len(self._shape) > 2:
+            raise ValueError(
+                f"`to_scipy` takes one cloud with one bandwidth; this operator has shape {tuple(self._shape)}."
+            )
+        return _SciPyOperator(self, symmetric)
+
+    def to(self, *args: Any, **kwargs: Any) -> "Diffusion":
+        """The operator on another device, as `Tensor.to` has it."""
+        mass, left, right = (tensor.to(*args, **kwargs) for tensor in (self._mass, self._left, self._right))
+        kernel = self.kernel.replace(*(tensor.to(*args, **kwargs) for tensor in self.kernel.tensors))
+        return Diffusion(
+            kernel, mass, left, right, normalization=self.normalization, result=self._result, is_numpy=self._is_numpy
+        )
+
+
+class _Transpose(_Operator):
+    """Qᵀ."""
+
+    def __init__(self, q: Diffusion) -> None:
+        self.T = q
+        self._shape, self._device = q.shape, q.kernel.device
+
+    def _apply(self, signal: Tensor) -> Tensor:
+        q, log_mass = self.T, log_of_mass(self.T._mass)
+        signal = signal.expand(*torch.broadcast_shapes(signal.shape[:-2], self._shape[:-2]), *signal.shape[-2:])
+        return apply_transpose(q.kernel, q._left, q._right + log_mass, log_mass, signal)
+
+
+class _Extension(_Operator):
+    """The rows of Q at other points."""
+
+    def __init__(self, q: Diffusion, kernel: PointKernel) -> None:
+        self._q, self._kernel = q, kernel
+        self._shape, self._device = kernel.shape, kernel.device
+
+    def _apply(self, signal: Tensor) -> Tensor:
+        log_mass = log_of_mass(self._q._mass)
+        out, lse = self._kernel.attend(self._q._right + log_mass, signal)
+        assert out is not None
+        if self._q.normalization in ("sinkhorn", "row"):  # the potential at a new point is −lse
+            return out
+        if self._q.normalization == "symmetric":
+            lse = lse - 0.5 * self._kernel.attend(log_mass.expand(self._shape[:-2] + self._shape[-1:])).lse
+        return torch.exp(lse)[..., None].to(out.dtype) * out
+
+
+class _SciPyOperator(LinearOperator):  # type: ignore[misc]
+    """Q or its symmetrised form for SciPy, many columns at a time."""
+
+    def __init__(self, q: Diffusion, symmetric: bool) -> None:
+        super().__init__(np.dtype(str(q.kernel.dtype).removeprefix("torch.")), tuple(q.shape))
+        self._q, self._symmetric = q, symmetric
+        log_root = 0.5 * (log_of_mass(q._mass) + q._right - q._left)  # of √w
+        self._root = torch.exp(log_root).expand(q.shape[-1:])[:, None]
+        self._inverse = torch.where(self._root > 0, 1 / self._root, 0)
+
+    def _run(self, operator: _Operator, columns: Any) -> Any:
+        x = torch.as_tensor(np.ascontiguousarray(columns), dtype=self._q.kernel.dtype, device=self._q.kernel.device)
+        with torch.no_grad():
+            x = self._root * operator._apply(self._inverse * x) if self._symmetric else operator._apply(x)
+        return x.numpy(force=True)
+
+    def _matmat(self, columns: Any) -> Any:
+        return self._run(self._q, columns)
+
+    def _rmatmat(self, columns: Any) -> Any:
+        return self._run(self._q if self._symmetric else self._q.T, columns)
+
+    def _adjoint(self) -> LinearOperator:
+        return self if self._symmetric else super()._adjoint()
+
+
+def diffusion(
+    points_or_kernel: Any,
+    sigma: Any = None,
+    mass: Any = None,
+    *,
+    normalization: str = "sinkhorn",
+    tol: float = 1e-3,
+    max_iter: int = 50,
+    init: Any = None,
+    adjoint: str = "implicit",
+    iteration: str = "chebyshev",
+    signal: Any = None,
+    **kernel: Any,
+) -> Diffusion:
+    r"""The diffusion operator of points with a Gaussian kernel, or of any kernel.
+
+    Args:
+        points_or_kernel: Points of shape (*batch, N, d), a tensor or an array, or a `Kernel`.
+        sigma: The bandwidth of the Gaussian kernel, a number or (H,) for one head each; only with points.
+        mass: Masses of shape (*batch, N), 0 for padding; 1/N each by default.
+        normalization: "sinkhorn" keeps constants and mass; "row", "symmetric" and "none" for comparison.
+        tol: The mass-weighted mean of |Q1 − 1| at which normalising stops.
+        max_iter: The most kernel passes of it.
+        init: A potential to start from, as of a similar cloud.
+        adjoint: How gradients go through the normalisation: "implicit", "unroll" or "detach".
+        iteration: "chebyshev" or "plain"; see `sinkhorn`.
+        signal: A signal to apply Q to with the last pass of normalising; the result is `q.applied`.
+        **kernel: Further arguments of `GaussianKernel`.
+
+    Example:
+        >>> q = diffusion(torch.randn(500, 3), sigma=0.5)
+        >>> smooth = q @ torch.randn(500, 8)
+        >>> bool(q.marginal_error < 1e-3)
+        True
+    """
+    _checks.one_of("normalization", normalization, NORMALIZATIONS)
+    is_numpy = not isinstance(points_or_kernel, (Kernel, Tensor))
+    k: Kernel = _checks.kernel_of(points_or_kernel, sigma, kernel, Kernel, GaussianKernel)
+    mass = _checks.mass(mass, k.shape, k.dtype, k.device)
+    value = None if signal is None else _checks.signal(signal, k.shape, k.device)
+    columns = value[:, None] if value is not None and value.ndim == 1 else value
+    zero = torch.zeros(k.shape[:-1], dtype=k.dtype, device=k.device)
+    result = None
+    if normalization == "sinkhorn":
+        result = sinkhorn(
+            k, mass, tol=tol, max_iter=max_iter, init=init, adjoint=adjoint, iteration=iteration, value=columns
+        )
+        left = right = result.potential
+    elif normalization == "none":
+        left = right = zero
+    else:
+        left = -k.attend(zero + log_of_mass(mass)).lse
+        left, right = (left, zero) if normalization == "row" else (0.5 * left, 0.5 * left)
+    q = Diffusion(k, mass, left, right, normalization=normalization, result=result, is_numpy=is_numpy)
+    if value is not None and columns is not None:
+        out = q._apply(columns) if result is None or result.out is None else result.out
+        out = out[..., 0] if value.ndim == 1 else out
+        q.applied = out if isinstance(signal, Tensor) else out.numpy(force=True)
+    return q
