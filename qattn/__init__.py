@@ -3,9 +3,9 @@
 from qattn import ragged
 from qattn.attended import Attended, merge
 from qattn.attention import attend, gaussian
-from qattn.operators import Diffusion, diffusion
 from qattn.doctor import BackendReport, backends
 from qattn.kernels import GaussianKernel, Kernel, MatrixKernel
+from qattn.operators import Diffusion, diffusion
 from qattn.solver import SinkhornResult, sinkhorn
 
 __version__ = "0.1.0"

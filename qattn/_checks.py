@@ -113,7 +113,7 @@ def attention_arguments(
 def _floating(name: str, numbers: Any) -> Tensor:
     """Anything array-like as a tensor of floating point; integers are converted."""
     try:
-        tensor = numbers if isinstance(numbers, Tensor) else torch.from_numpy(np.ascontiguousarray(np.asarray(numbers)))
+        tensor = numbers if isinstance(numbers, Tensor) else torch.from_numpy(np.require(numbers, requirements="CW"))
     except TypeError:
         raise TypeError(f"`{name}` should be a tensor or an array of numbers; got {type(numbers).__name__}.") from None
     if tensor.is_complex() or tensor.dtype == torch.bool:
@@ -160,7 +160,7 @@ def points(name: str, numbers: Any) -> Tensor:
 def bandwidth(sigma: Any, cloud: Tensor) -> Tensor:
     """σ without axes or (H,), in the dtype of the logarithms."""
     dtype = torch.promote_types(cloud.dtype, torch.float32)
-    tensor = torch.as_tensor(sigma).to(cloud.device, dtype)
+    tensor = torch.as_tensor(sigma, dtype=dtype, device=cloud.device)
     if tensor.ndim > 1:
         raise ValueError(
             f"`sigma` should be a number, or of shape (H,) for one head a bandwidth; got {_shape(tensor)}."

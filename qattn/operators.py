@@ -12,9 +12,7 @@ Applying it is one attend: Q v = exp(l + lse) · out with the bias r + log m, ex
 
 from typing import Any
 
-import numpy as np
 import torch
-from scipy.sparse.linalg import LinearOperator
 from torch import Tensor
 
 from qattn import _checks
@@ -151,13 +149,17 @@ class Diffusion(_Operator):
             )
         return self._given(self._apply(torch.eye(N, dtype=self.kernel.dtype, device=self._device)))
 
-    def to_scipy(self, symmetric: bool = False) -> LinearOperator:
+    def to_scipy(self, symmetric: bool = False) -> Any:
         """A SciPy `LinearOperator`: Q or, if `symmetric`, √w Q /√w with w = m e^{r−l}, which has the same spectrum."""
         if len(self._shape) > 2:
             raise ValueError(
                 f"`to_scipy` takes one cloud with one bandwidth; this operator has shape {tuple(self._shape)}."
             )
-        return _SciPyOperator(self, symmetric)
+        from qattn._scipy import DiffusionOperator  # here, because SciPy is slow to import
+
+        log_weight = log_of_mass(self._mass) + self._right - self._left
+        weight = torch.exp(log_weight).expand(self._shape[-1]) if symmetric else None
+        return DiffusionOperator(self._apply, self.T._apply, self._left, weight)
 
     def to(self, *args: Any, **kwargs: Any) -> "Diffusion":
         """The operator on another device, as `Tensor.to` has it."""
@@ -197,32 +199,6 @@ class _Extension(_Operator):
         if self._q.normalization == "symmetric":
             lse = lse - 0.5 * self._kernel.attend(log_mass.expand(self._shape[:-2] + self._shape[-1:])).lse
         return torch.exp(lse)[..., None].to(out.dtype) * out
-
-
-class _SciPyOperator(LinearOperator):  # type: ignore[misc]
-    """Q or its symmetrised form for SciPy, many columns at a time."""
-
-    def __init__(self, q: Diffusion, symmetric: bool) -> None:
-        super().__init__(np.dtype(str(q.kernel.dtype).removeprefix("torch.")), tuple(q.shape))
-        self._q, self._symmetric = q, symmetric
-        log_root = 0.5 * (log_of_mass(q._mass) + q._right - q._left)  # of √w
-        self._root = torch.exp(log_root).expand(q.shape[-1:])[:, None]
-        self._inverse = torch.where(self._root > 0, 1 / self._root, 0)
-
-    def _run(self, operator: _Operator, columns: Any) -> Any:
-        x = torch.as_tensor(np.ascontiguousarray(columns), dtype=self._q.kernel.dtype, device=self._q.kernel.device)
-        with torch.no_grad():
-            x = self._root * operator._apply(self._inverse * x) if self._symmetric else operator._apply(x)
-        return x.numpy(force=True)
-
-    def _matmat(self, columns: Any) -> Any:
-        return self._run(self._q, columns)
-
-    def _rmatmat(self, columns: Any) -> Any:
-        return self._run(self._q if self._symmetric else self._q.T, columns)
-
-    def _adjoint(self) -> LinearOperator:
-        return self if self._symmetric else super()._adjoint()
 
 
 def diffusion(

@@ -1,10 +1,10 @@
-"""Wrong input to `attend`, one by one."""
+"""Wrong input, one by one: the error, the argument, the remedy."""
 
 import numpy as np
 import pytest
 import torch
 
-from qattn import attend
+from qattn import GaussianKernel, MatrixKernel, attend, diffusion, ragged, sinkhorn
 
 POINTS = torch.randn(10, 3)
 NAN = torch.tensor([[0.0, torch.nan, 0.0], [torch.inf, 0.0, 0.0]])
@@ -43,3 +43,107 @@ NAN = torch.tensor([[0.0, torch.nan, 0.0], [torch.inf, 0.0, 0.0]])
 def test_wrong_input_is_worded(arguments, options, error, message):
     with pytest.raises(error, match=message):
         attend(*arguments, **options)
+
+
+KERNEL = GaussianKernel(POINTS, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: diffusion(torch.tensor([[0.0, torch.nan]]), 1.0),
+            "`points` should be finite; 1 of its 2 numbers are NaN",
+        ),
+        (lambda: diffusion(torch.tensor([[0.0, torch.inf]]), 1.0), "Drop those points first, or set them to 0"),
+        (
+            lambda: diffusion(POINTS[:, 0], 1.0),
+            r"`points` should have shape \(\*batch, N, d\); got \(10,\).*\[:, None\]",
+        ),
+        (lambda: diffusion(POINTS[:0], 1.0), "`points` should hold at least one point"),
+        (lambda: diffusion(np.ones((3, 2), dtype=complex), 1.0), "`points` should be real numbers; got complex128"),
+        (lambda: diffusion(POINTS), "`sigma` should be given with points"),
+        (lambda: diffusion(KERNEL, 1.0), "sigma belong to the kernel, which is given already"),
+        (lambda: diffusion(KERNEL, backend="sdpa"), "backend belong to the kernel"),
+        (lambda: diffusion(POINTS, 0.0), "`sigma` should be positive and finite; got 0.0"),
+        (lambda: diffusion(POINTS, -1.0), "`sigma` should be positive and finite; got -1.0"),
+        (lambda: diffusion(POINTS, torch.nan), "`sigma` should be positive and finite; got nan"),
+        (lambda: diffusion(POINTS, [1.0, -1.0]), "`sigma` should be positive and finite; got some that are not"),
+        (lambda: diffusion(POINTS, torch.ones(2, 2)), r"`sigma` should be a number, or of shape \(H,\).*got \(2, 2\)"),
+        (lambda: diffusion(POINTS, 1.0, method="magic"), "`method` should be 'exact'; got 'magic'"),
+        (lambda: diffusion(POINTS, 1.0, normalization="typo"), "`normalization` should be 'sinkhorn' or 'row' or"),
+        (lambda: diffusion(POINTS, 1.0, adjoint="typo"), "`adjoint` should be 'implicit' or 'unroll' or 'detach'"),
+        (lambda: diffusion(POINTS, 1.0, iteration="typo"), "`iteration` should be 'chebyshev' or 'plain'"),
+        (lambda: diffusion(POINTS, 1.0, tol=0), "`tol` should be positive and finite; got 0"),
+        (lambda: diffusion(POINTS, 1.0, max_iter=0), "`max_iter` should be an integer of at least 1; got 0"),
+        (lambda: diffusion(POINTS, 1.0, -torch.ones(10)), "`mass` should not be negative; 10 of its 10 numbers are"),
+        (lambda: diffusion(POINTS, 1.0, torch.zeros(10)), "`mass` should have a positive sum in each cloud"),
+        (lambda: diffusion(POINTS, 1.0, torch.full((10,), torch.nan)), "`mass` should be finite"),
+        (lambda: diffusion(POINTS, 1.0, torch.ones(4)), r"`mass` should have shape \(10,\).*got \(4,\)"),
+        (lambda: diffusion(POINTS, 1.0, 1.0), r"`mass` should have shape \(10,\).*got \(\)"),
+        (lambda: diffusion(POINTS, 1.0, torch.ones(10, 1)), r"`mass` should have shape \(10,\)"),
+        (
+            lambda: diffusion(POINTS, 1.0, torch.ones(3, 10)),
+            r"`mass` should broadcast to the shape \(10,\).*got \(3, 10\)",
+        ),
+        (
+            lambda: diffusion(POINTS.expand(2, 10, 3), [1.0, 2.0, 3.0], torch.ones(2, 10)),
+            "With heads, masses of a batch need",
+        ),
+        (lambda: sinkhorn(KERNEL, init=torch.zeros(4)), r"`init` should have shape \(10,\).*got \(4,\)"),
+        (lambda: sinkhorn(KERNEL, init=torch.full((10,), torch.nan)), "`init` should be finite"),
+        (
+            lambda: diffusion(POINTS, 1.0) @ torch.ones(4, 2),
+            r"`signal` should have shape \(10,\), \(10, C\).*got \(4, 2\)",
+        ),
+        (lambda: diffusion(POINTS, 1.0) @ 3.0, r"`signal` should have shape .*got \(\)"),
+        (lambda: diffusion(POINTS, 1.0) @ torch.ones(10, device="meta"), "`signal` should be on cpu"),
+        (lambda: diffusion(POINTS, 1.0, signal=torch.ones(4)), "`signal` should have shape"),
+        (lambda: diffusion(POINTS, 1.0).power(0, POINTS), "`t` should be an integer of at least 1; got 0"),
+        (lambda: diffusion(POINTS, 1.0).power(1.5, POINTS), "`t` should be an integer of at least 1; got 1.5"),
+        (
+            lambda: diffusion(POINTS, 1.0).extend(torch.ones(4, 2)),
+            "`points` should have 3 coordinates, as the kernel's own",
+        ),
+        (lambda: MatrixKernel([[1.0, 2.0], [0.5, 1.0]]), "`similarity` should be symmetric; .* by up to 1.5"),
+        (
+            lambda: MatrixKernel([[1.0, -2.0], [-2.0, 1.0]]),
+            "`similarity` should not be negative; 2 of its 4 entries are",
+        ),
+        (lambda: MatrixKernel([[1.0, torch.nan], [torch.nan, 1.0]]), "`similarity` should be finite"),
+        (lambda: MatrixKernel(torch.ones(2, 3)), r"`similarity` should have shape \(\*batch, N, N\); got \(2, 3\)"),
+        (lambda: -1 * KERNEL, "the factor of a kernel should be positive and finite; got -1"),
+        (
+            lambda: KERNEL + GaussianKernel(POINTS[:4], 1.0),
+            r"one size and batches that broadcast; got \(10, 10\), \(4, 4\)",
+        ),
+        (lambda: ragged.to_padded(POINTS), "Give either `offset`, where each cloud ends, or `batch`"),
+        (
+            lambda: ragged.to_padded(POINTS, offset=torch.tensor([0, 5])),
+            "`offset` should rise to the number of rows, 10",
+        ),
+        (lambda: ragged.to_padded(POINTS, batch=torch.zeros(4).long()), r"`batch` should be sorted.*got \(4,\)"),
+        (lambda: ragged.to_padded(POINTS, batch=torch.arange(10).flip(0)), "`batch` should be sorted"),
+    ],
+)
+def test_wrong_input_to_kernels_and_operators(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_wrong_kinds_of_objects():
+    with pytest.raises(TypeError, match="`points` should be a tensor or an array of numbers; got str"):
+        diffusion("cloud.ply", 1.0)
+    with pytest.raises(TypeError, match="unsupported operand"):
+        KERNEL + 3
+    with pytest.raises(TypeError, match="unsupported operand"):
+        KERNEL * KERNEL
+
+
+def test_what_is_not_wrong():
+    """Integers, duplicates, one point, masses that do not sum to one."""
+    assert (diffusion(torch.ones(5, 2, dtype=torch.int64), 1) @ torch.arange(5)).isfinite().all()
+    assert diffusion([[0.0]], 1.0, [7.0]).converged
+    array = np.random.default_rng(0).standard_normal((20, 3))[::-2]  # negative strides, and not writable
+    array.flags.writeable = False
+    assert diffusion(array, 1.0).converged

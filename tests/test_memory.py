@@ -5,6 +5,33 @@ import sys
 
 import pytest
 
+TRAINING = """
+import resource, torch, qattn
+points = torch.randn(20_000, 3)
+signal, log_sigma = torch.randn(20_000, 8), torch.tensor(0.0, requires_grad=True)
+
+def step(n):
+    x = points[:n].clone().requires_grad_()
+    q = qattn.diffusion(x, log_sigma.exp())
+    (q @ signal[:n]).square().mean().backward()
+    assert x.grad.isfinite().all() and log_sigma.grad.isfinite()
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+step(300)
+before = peak()
+step(20_000)
+print(peak() - before)
+"""
+
+
+def test_a_training_step_of_20_000_points_stays_under_a_gigabyte():
+    """Through the normalisation, by points and σ, with 8 channels; one N × N matrix would be 1.6 GB."""
+    run = subprocess.run([sys.executable, "-c", TRAINING], capture_output=True, text=True, check=True)
+    assert float(run.stdout) < 1000
+
+
 SCRIPT = """
 import resource, sys, torch, qattn
 backend, n, wants_gradient = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "True"

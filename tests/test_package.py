@@ -17,7 +17,8 @@ ROOT = Path(qattn.__file__).parent
 
 # Lowest first; a module may import those before it, and its own package.
 LAYERS = [
-    "attended", "lift", "_checks", "attention", "kernels", "solver", "operators", "ragged", "doctor", "cli", "__main__"
+    "attended", "lift", "_checks", "attention", "kernels", "solver", "_scipy", "operators", "ragged",
+    "doctor", "cli", "__main__",
 ]  # fmt: skip
 
 
@@ -74,6 +75,7 @@ def run(script):
 def test_import_brings_nothing_heavy():
     heavy = {
         "numba",
+        "scipy",
         "llvmlite",
         "typer",
         "rich",
