@@ -29,6 +29,7 @@ doctor: install
 
 bench: install
 	$(BIN)/python benchmarks/attention.py
+	$(BIN)/python benchmarks/normalize.py
 
 # The real flash-attn package, its kernel interpreted on a CPU, in an environment of its own.
 conformance:

@@ -113,7 +113,9 @@ def attention_arguments(
 def _floating(name: str, numbers: Any) -> Tensor:
     """Anything array-like as a tensor of floating point; integers are converted."""
     try:
-        tensor = numbers if isinstance(numbers, Tensor) else torch.from_numpy(np.require(numbers, requirements="CW"))
+        tensor = (
+            numbers if isinstance(numbers, Tensor) else torch.from_numpy(np.require(numbers, requirements=["C", "W"]))
+        )
     except TypeError:
         raise TypeError(f"`{name}` should be a tensor or an array of numbers; got {type(numbers).__name__}.") from None
     if tensor.is_complex() or tensor.dtype == torch.bool:

@@ -30,9 +30,8 @@ __all__ = [
 
 # The bias of an absent key (−inf would turn into NaN in a product). In float16 it goes into each of three parts.
 _ABSENT = {torch.float64: -1e30, torch.float32: -1e30, torch.bfloat16: -1e30, torch.float16: -60000.0}
-# Which part of q meets which part of k, smallest products first: all of two float16 parts, and of three bfloat16 parts
-# those
-# above the rounding of float32.
+# Which part of q meets which part of k, smallest products first: all of two float16 parts, and those of three bfloat16
+# parts that are above the rounding of float32.
 _PRODUCTS = {
     torch.float16: ((1, 1), (0, 1), (1, 0), (0, 0)),
     torch.bfloat16: ((0, 2), (1, 1), (2, 0), (0, 1), (1, 0), (0, 0)),

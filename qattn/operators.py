@@ -10,12 +10,14 @@ r"""The diffusion operator of a kernel: Q = diag(e^l) K diag(m e^r).
 Applying it is one attend: Q v = exp(l + lse) · out with the bias r + log m, exact at any potential, converged or not.
 """
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from qattn import _checks
+from qattn._eager import eager
 from qattn.kernels import GaussianKernel, Kernel, PointKernel
 from qattn.solver import SinkhornResult, apply, apply_transpose, log_of_mass, sinkhorn
 
@@ -25,20 +27,22 @@ NORMALIZATIONS = ("sinkhorn", "row", "symmetric", "none")
 _MOST_DENSE = 2**30  # bytes of a dense matrix that someone might mean
 
 
-class _Operator:
+class _Operator(ABC):
     """What can be applied to signals: `operator @ signal`."""
 
     _shape: torch.Size
     _device: torch.device
 
+    @abstractmethod
     def _apply(self, signal: Tensor) -> Tensor:
-        raise NotImplementedError
+        """The operator applied to a signal (*batch, M, C)."""
 
     @property
     def shape(self) -> torch.Size:
         """(*batch, N, M)."""
         return self._shape
 
+    @eager
     def __matmul__(self, signal: Any) -> Any:
         """Applies it to a signal (M,), (M, C) or (*batch, M, C); arrays come back as arrays."""
         values = _checks.signal(signal, self._shape, self._device)
@@ -201,6 +205,7 @@ class _Extension(_Operator):
         return torch.exp(lse)[..., None].to(out.dtype) * out
 
 
+@eager
 def diffusion(
     points_or_kernel: Any,
     sigma: Any = None,

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from qattn import _checks
+from qattn._eager import eager
 from qattn.kernels.base import Kernel
 
 __all__ = ["SinkhornResult", "log_of_mass", "sinkhorn"]
@@ -74,6 +75,7 @@ def log_of_mass(mass: Tensor) -> Tensor:
     return torch.where(is_positive, torch.log(torch.where(is_positive, mass, 1)), -torch.inf)
 
 
+@eager
 def sinkhorn(
     kernel: Kernel,
     mass: Any = None,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qattn import attend
+from qattn import attend, diffusion
 
 
 @pytest.mark.filterwarnings("ignore")  # torch speaks of its graph breaks
@@ -17,3 +17,15 @@ def test_compiled_code_gives_the_same_result_and_gradient():
     (expected,) = torch.autograd.grad(loss(points), points)
     (got,) = torch.autograd.grad(torch.compile(loss)(points), points)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_code_that_normalises():
+    points = torch.randn(60, 3, requires_grad=True)
+
+    def loss(points):
+        return (diffusion(points, 0.5) @ points.square()).sum()
+
+    (expected,) = torch.autograd.grad(loss(points), points)
+    (got,) = torch.autograd.grad(torch.compile(loss)(points), points)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)

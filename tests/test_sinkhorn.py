@@ -222,6 +222,24 @@ def test_gradients_with_heads_batches_and_padding():
     assert gradgradcheck(potential, (points, sigma))
 
 
+def test_unrolling_a_batch_whose_items_stop_at_different_passes():
+    points = torch.stack([ball(30), 100 * ball(30)]).requires_grad_()
+    grads = []
+    for adjoint in ("implicit", "unroll"):
+        result = sinkhorn(GaussianKernel(points, 0.5), tol=1e-12, adjoint=adjoint)
+        assert len(result.num_iter.unique()) == 2
+        grads += torch.autograd.grad(result.potential.sin().sum(), points)
+    assert grads[0].isfinite().all()
+    torch.testing.assert_close(*grads, rtol=1e-8, atol=1e-8)
+
+
+def test_half_precision_points_are_scaled_in_float32():
+    points = ball(100).half()
+    result, exact = (sinkhorn(GaussianKernel(p, 0.05), tol=1e-5) for p in (points, points.double()))
+    assert result.potential.dtype == torch.float32
+    torch.testing.assert_close(result.potential.double(), exact.potential, rtol=0, atol=1e-3)
+
+
 def test_detach_gives_no_gradient():
     points, sigma, mass = leaves()
     assert not sinkhorn(GaussianKernel(points, sigma), mass, adjoint="detach").potential.requires_grad

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from qattn import _checks
+from qattn._eager import eager
 from qattn.attended import Attended
 from qattn.attention.dispatch import select
 from qattn.attention.gradient import attend_differentiably
@@ -13,6 +14,7 @@ from qattn.attention.score import Score, gaussian
 __all__ = ["attend"]
 
 
+@eager
 def attend(
     query: Tensor,
     key: Tensor,

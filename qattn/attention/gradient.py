@@ -63,8 +63,10 @@ class _Attend(torch.autograd.Function):
         if not has_values:  # as if the values had no channels
             value, out, grad_out = (x.new_zeros(*x.shape[:2], 0, dtype=lse.dtype) for x in (key, query, query))
         grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse
-        h = (grad_lse - (grad_out * out).sum(-1).to(lse.dtype))[..., None]  # (B, N, 1)
-        q, k = centre(query, key)  # products of coordinates and values cancel less about the centre
+        h = (grad_lse - (grad_out.to(lse.dtype) * out).sum(-1))[..., None]  # (B, N, 1)
+        q, k = centre(
+            query.to(lse.dtype), key.to(lse.dtype)
+        )  # products of coordinates and values cancel less about the centre
         C, D, dtype = value.shape[-1], query.shape[-1], value.dtype
         needs_query, needs_key, needs_value, needs_bias = ctx.needs_input_grad[:4]
         grad_query = grad_key = grad_value = grad_bias = None

@@ -82,7 +82,8 @@ class GaussianKernel(PointKernel):
         )
 
     def _scaled(self, points: Tensor) -> Tensor:
-        """x / σ, with the head axis if there is one."""
+        """x / σ in the dtype of the logarithms, with the head axis if there is one."""
+        points = points.to(self.dtype)
         if self._sigma.ndim == 0:
             return points / self._sigma
         return points[..., None, :, :] / self._sigma[:, None, None]  # (*batch, H, N, d)
