@@ -94,7 +94,8 @@ def sinkhorn(
         kernel: The kernel K, of shape (*batch, N, N).
         mass: Masses m ≥ 0 of shape (*batch, N), or one that broadcasts; 1/N each by default. A point of mass 0
             influences nothing, which is how padding works.
-        tol: Stops once the mass-weighted mean of |Q1 − 1| is below it, for each item of the batch by itself.
+        tol: Stops once the mass-weighted mean of |Q1 − 1| is below it, for each item of the batch by itself. With
+            masses over many decades the lightest points hardly count in it: ask for less if they matter.
         max_iter: The most kernel passes. Missing `tol` by then is reported in the result and warned of, never raised.
         init: A potential to start from, shape (*batch, N).
         adjoint: How to differentiate: "implicit" solves (I + Q)ᵀu = g, "unroll" goes back through the iterations,

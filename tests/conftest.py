@@ -1,5 +1,9 @@
 import pytest
 import torch
+from hypothesis import settings
+
+settings.register_profile("repeatable", derandomize=True, database=None)
+settings.load_profile("repeatable")
 
 
 @pytest.fixture(autouse=True)

@@ -67,7 +67,8 @@ def test_laws_of_the_sinkhorn_normalisation(dtype, cloud):
     symmetric = root[:, None] * Q / root
     values = torch.linalg.eigvalsh((symmetric + symmetric.T) / 2)
     assert values.min() >= -1e3 * torch.finfo(dtype).eps  # spectrum in [0, 1]
-    assert values.max() <= 1 + 20 * tolerance ** (0.5 if mass.max() / mass.min() > 1e3 else 1)
+    # … up to the largest row sum: a light point may still be off when the weighted mean of |Q1 − 1| is small
+    assert values.max() <= (1 + 10 * tolerance) * Q.sum(-1).max()
 
 
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)

@@ -8,7 +8,7 @@ import torch
 from cases import ball, sphere
 from torch.autograd import gradcheck, gradgradcheck
 
-from qattn import GaussianKernel, MatrixKernel, sinkhorn
+from qattn import GaussianKernel, MatrixKernel, diffusion, sinkhorn
 
 
 def marginal(kernel, mass, potential):
@@ -240,9 +240,17 @@ def test_half_precision_points_are_scaled_in_float32():
     torch.testing.assert_close(result.potential.double(), exact.potential, rtol=0, atol=1e-3)
 
 
-def test_detach_gives_no_gradient():
+def test_detach_gives_the_potential_no_gradient():
+    """The rest of the operator keeps its own: the gradient is that of e^f K m e^f v at a constant f."""
     points, sigma, mass = leaves()
     assert not sinkhorn(GaussianKernel(points, sigma), mass, adjoint="detach").potential.requires_grad
+    signal = torch.randn(6, 2, dtype=torch.float64)
+    q = diffusion(points, sigma, mass, adjoint="detach", tol=1e-12)
+    scale = torch.exp(q.potential)
+    matrix = scale[:, None] * torch.exp(-(torch.cdist(points, points) ** 2) / (2 * sigma**2)) * (mass * scale)
+    got = torch.autograd.grad((q @ signal).sin().sum(), (points, sigma, mass))
+    expected = torch.autograd.grad((matrix @ signal).sin().sum(), (points, sigma, mass))
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_the_derivative_by_the_masses():

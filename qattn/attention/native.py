@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar, NamedTuple
 
 import torch
+from einops import rearrange
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -65,7 +66,7 @@ def _tiles(x: Tensor) -> Tensor:
     """(B, N, E) in tiles (B, T, TILE, E), the last point repeated up to a full tile."""
     missing = -x.shape[1] % TILE
     x = torch.cat([x, x[:, -1:].expand(-1, missing, -1)], dim=1)
-    return x.reshape(x.shape[0], -1, TILE, x.shape[2])
+    return rearrange(x, "b (t i) e -> b t i e", i=TILE)
 
 
 def _all_pairs(T: int, S: int, is_present: Tensor) -> TilePairs:
@@ -77,7 +78,7 @@ def _all_pairs(T: int, S: int, is_present: Tensor) -> TilePairs:
 
 def attend_pairs(inputs: Inputs, pairs: TilePairs | None) -> Attended:
     """Attention over the given pairs of tiles; over all of them if None."""
-    from qattn.attention import _loops, _simd  # here, because importing Numba takes half as long as importing torch
+    from qattn.attention import _loops, _simd  # here, because importing Numba takes a while
 
     B, N, D = inputs.query.shape
     M = inputs.key.shape[1]
@@ -85,16 +86,14 @@ def attend_pairs(inputs: Inputs, pairs: TilePairs | None) -> Attended:
     # exp(b − ½‖q − k‖²) = 2^(β − ‖q − k‖²) once coordinates carry √(½ log₂e) and biases log₂e. The largest β of a
     # cloud is made 0.
     factor = math.sqrt(0.5 / math.log(2))
-    centred = centre(
-        inputs.query.to(dtype), inputs.key.to(dtype)
-    )  # the factor rounds, the less the smaller the coordinates
+    centred = centre(inputs.query.to(dtype), inputs.key.to(dtype))  # small coordinates lose less to the factor
     query, key = (_tiles(x * factor) for x in centred)  # (B, T, TILE, D), (B, S, TILE, D)
     T, S = query.shape[1], key.shape[1]
     bias = torch.zeros(B, M, dtype=dtype) if inputs.bias is None else inputs.bias.to(dtype)
     top = bias.amax(-1, keepdim=True)
     top = torch.where(top == -torch.inf, 0, top)  # (B, 1)
-    beta = pad((bias - top) / math.log(2), (0, S * TILE - M), value=-torch.inf).reshape(B, S, 1, TILE)
-    keys = torch.cat([key.transpose(2, 3), beta], dim=2).flatten(0, 1)  # (B·S, D + 1, TILE)
+    beta = pad((bias - top) / math.log(2), (0, S * TILE - M), value=-torch.inf).reshape(B, S, TILE)
+    keys = rearrange([*key.unbind(-1), beta], "c b s i -> (b s) c i").contiguous()  # (B·S, D + 1, TILE)
 
     lanes = _simd.REGISTER_BYTES // dtype.itemsize
     channels = -(-inputs.channels // lanes) * lanes
@@ -107,9 +106,8 @@ def attend_pairs(inputs: Inputs, pairs: TilePairs | None) -> Attended:
     if pairs is None:
         pairs = _all_pairs(T, S, bias.isfinite().any(-1))
     arrays = [x.numpy() for x in (query.flatten(0, 1), keys, values.reshape(B * S, TILE, channels), *pairs, lse, out)]
-    tiny = (
-        M * 2.0 ** LOWEST[8 * dtype.itemsize] / torch.finfo(dtype).eps
-    )  # a row sum that dropped weights do not change
+    # The least sum of a row that is not changed by weights counted as 0.
+    tiny = M * 2.0 ** LOWEST[8 * dtype.itemsize] / torch.finfo(dtype).eps
     dims = (0,) * D if D <= _UNROLLED else ()
     chunk = max(1, _CHUNK_PAIRS * len(pairs.first) // max(1, TILE * TILE * int((pairs.last - pairs.first).sum())))
 
