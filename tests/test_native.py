@@ -50,11 +50,11 @@ def test_torch_s_thread_count_is_honoured(monkeypatch):
             super().__init__(workers)
 
     monkeypatch.setattr(native, "ThreadPoolExecutor", Pool)
-    monkeypatch.setattr(native, "_CHUNK_PAIRS", 1)
+    monkeypatch.setattr(native, "_LEAST_PAIRS", 1)
     for count in (1, 2, 3):
         monkeypatch.setattr(torch, "get_num_threads", lambda c=count: c)
         result(0)
-    assert started == [2, 3]  # one thread needs no pool
+    assert started == [1, 2]  # the caller is one of them, and needs no pool if it is the only one
 
 
 def test_many_python_threads_at_once():

@@ -6,6 +6,7 @@ for a dtype and dimension, and kept on disk.
 """
 
 import math
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar, NamedTuple
@@ -24,7 +25,8 @@ __all__ = ["LOWEST", "TILE", "Native", "TilePairs", "attend_pairs"]
 
 TILE = 64
 _UNROLLED = 4  # dimensions up to this have a loop of their own
-_CHUNK_PAIRS = 2**22  # pairs of points handed to a thread at a time, about a millisecond
+# Pairs of points handed to a thread at a time: the least pays for starting it, the most keeps threads equally busy.
+_LEAST_PAIRS, _MOST_PAIRS = 2**21, 2**22
 LOWEST = {32: -100.0, 64: -960.0}  # weights below 2 to this, by the bits of their dtype, count as 0
 
 
@@ -109,7 +111,9 @@ def attend_pairs(inputs: Inputs, pairs: TilePairs | None) -> Attended:
     # The least sum of a row that is not changed by weights counted as 0.
     tiny = M * 2.0 ** LOWEST[8 * dtype.itemsize] / torch.finfo(dtype).eps
     dims = (0,) * D if D <= _UNROLLED else ()
-    chunk = max(1, _CHUNK_PAIRS * len(pairs.first) // max(1, TILE * TILE * int((pairs.last - pairs.first).sum())))
+    total = max(1, TILE * TILE * int((pairs.last - pairs.first).sum()))
+    share = min(_MOST_PAIRS, max(_LEAST_PAIRS, total // (4 * torch.get_num_threads())))
+    chunk = max(1, share * len(pairs.first) // total)
 
     def run(begin: int) -> None:
         _loops.attend_tiles(*arrays[:6], begin, min(begin + chunk, B * T), tiny, dims, *arrays[6:])
@@ -122,14 +126,28 @@ def attend_pairs(inputs: Inputs, pairs: TilePairs | None) -> Attended:
 
 
 def _share(run: Callable[[int], None], chunks: range) -> None:
-    """Runs all chunks on as many threads as torch would use; an interrupt drops those not begun."""
-    workers = min(torch.get_num_threads(), len(chunks))
-    if workers == 1:
-        for begin in chunks:
-            run(begin)
-        return
-    pool = ThreadPoolExecutor(workers)
-    try:
-        list(pool.map(run, chunks))
-    finally:
-        pool.shutdown(cancel_futures=True)
+    """Runs all chunks on as many threads as torch would use, this one among them; an error drops those not begun."""
+    waiting, lock = iter(chunks), threading.Lock()
+
+    def work() -> None:
+        try:
+            while True:
+                with lock:
+                    begin = next(waiting, None)
+                if begin is None:
+                    return
+                run(begin)
+        except BaseException:  # an interrupt too
+            with lock:
+                for _ in waiting:
+                    pass
+            raise
+
+    helpers = min(torch.get_num_threads(), len(chunks)) - 1
+    if helpers <= 0:
+        return work()
+    with ThreadPoolExecutor(helpers) as pool:
+        others = [pool.submit(work) for _ in range(helpers)]
+        work()
+        for other in others:
+            other.result()
