@@ -151,6 +151,5 @@ def _compile(fingerprint):
 
 
 # Numba's cache on disk is keyed by the file of the function itself and by its closure, not by what it calls or by
-# constants of other
-# files. So the closure holds a checksum of everything that is compiled in.
+# constants of other files. So the closure holds a checksum of everything that is compiled in.
 attend_tiles = _compile(zlib.crc32(b"".join(Path(str(module.__file__)).read_bytes() for module in (_simd, native))))
