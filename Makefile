@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: install test lint types demo doctor bench conformance clean
+.PHONY: install test demo doctor bench conformance clean
 
 install: $(VENV)/installed
 

@@ -67,11 +67,11 @@ class Diffusion(_Operator):
         right: Tensor,
         *,
         normalization: str,
-        result: SinkhornResult | None = None,
-        applied: Any = None,
-        is_numpy: bool = False,
+        result: SinkhornResult | None,
+        is_numpy: bool,
     ) -> None:
-        self.kernel, self.normalization, self.applied = kernel, normalization, applied
+        self.kernel, self.normalization = kernel, normalization
+        self.applied: Any = None
         self._mass, self._left, self._right, self._result, self._is_numpy = mass, left, right, result, is_numpy
         self._shape, self._device = kernel.shape, kernel.device
 
@@ -113,14 +113,14 @@ class Diffusion(_Operator):
     def num_iter(self) -> Any:
         """Kernel passes that normalising took, shape (*batch,); 0 for "none" and 1 for the one-step normalisations."""
         if self._result is None:
-            return self._given(torch.full(self._shape[:-2], 0 if self.normalization == "none" else 1))
+            return self._given(torch.full(self._shape[:-2], int(self.normalization != "none"), device=self._device))
         return self._given(self._result.num_iter)
 
     @property
     def converged(self) -> Any:
         """Whether the tolerance was met, shape (*batch,); true of normalisations that do not iterate."""
         if self._result is None:
-            return self._given(torch.ones(self._shape[:-2], dtype=torch.bool))
+            return self._given(torch.ones(self._shape[:-2], dtype=torch.bool, device=self._device))
         return self._given(self._result.converged)
 
     @property
@@ -166,11 +166,12 @@ class Diffusion(_Operator):
         return DiffusionOperator(self._apply, self.T._apply, self._left, weight)
 
     def to(self, *args: Any, **kwargs: Any) -> "Diffusion":
-        """The operator on another device, as `Tensor.to` has it."""
+        """The operator on another device or in another dtype, as `Tensor.to` has it; without what was `applied`."""
         mass, left, right = (tensor.to(*args, **kwargs) for tensor in (self._mass, self._left, self._right))
         kernel = self.kernel.replace(*(tensor.to(*args, **kwargs) for tensor in self.kernel.tensors))
+        result = None if self._result is None else self._result.to(kernel.device)
         return Diffusion(
-            kernel, mass, left, right, normalization=self.normalization, result=self._result, is_numpy=self._is_numpy
+            kernel, mass, left, right, normalization=self.normalization, result=result, is_numpy=self._is_numpy
         )
 
 

@@ -48,6 +48,11 @@ class SinkhornResult:
     history: tuple[Tensor, ...] | None = None
     out: Tensor | None = None
 
+    def to(self, device: torch.device) -> "SinkhornResult":
+        """What is reported, on another device."""
+        error, count, converged = (x.to(device) for x in (self.marginal_error, self.num_iter, self.converged))
+        return SinkhornResult(self.potential.to(device), error, count, converged)
+
 
 _GAIN = 0.2  # what a step leaves of the error, about
 
@@ -125,7 +130,7 @@ def sinkhorn(
         warnings.warn(
             f"Sinkhorn stopped after {max_iter} passes with a mean |Q1 − 1| of {worst:.1e}, above tol = {tol:.1e}. "
             "Raise `max_iter` or `tol`, or use float64.",
-            stacklevel=2,
+            stacklevel=3,  # past `eager`
         )
     potential, out = result.potential, result.out
     if adjoint == "implicit" and needs_gradient:

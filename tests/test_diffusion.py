@@ -271,6 +271,11 @@ def test_autocast_leaves_the_scores_alone():
             inside = diffusion(points, 0.2, backend=backend)
             torch.testing.assert_close(inside @ signal, q @ signal, rtol=0, atol=1e-6)
 
+    kernel, value = MatrixKernel(torch.eye(50) + 0.1), torch.randn(50, 4)
+    exact = diffusion(kernel) @ value
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.testing.assert_close(diffusion(kernel) @ value, exact, rtol=0, atol=1e-6)
+
 
 def test_what_it_prints():
     text = repr(diffusion(torch.zeros(10, 3), 0.5))
@@ -290,6 +295,16 @@ def test_gradients_through_the_operator(adjoint):
 
     assert torch.autograd.gradcheck(function, (points, sigma, mass, signal))
     assert torch.autograd.gradgradcheck(function, (points, sigma, mass, signal))
+
+
+def test_gradients_of_what_was_applied_at_construction():
+    points = torch.randn(30, 2, dtype=torch.float64, requires_grad=True)
+    signal = torch.randn(30, dtype=torch.float64, requires_grad=True)
+    q = diffusion(points, 0.5, signal=signal, tol=1e-12)
+    got = torch.autograd.grad(q.applied.sin().sum(), (points, signal), retain_graph=True)
+    torch.testing.assert_close(
+        got, torch.autograd.grad((q @ signal).sin().sum(), (points, signal)), rtol=1e-9, atol=1e-9
+    )
 
 
 def test_the_detached_gradient_of_sigma_has_the_wrong_sign():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from cases import CASES, DTYPES, ball, dense, make
 
-from qattn import attend
+from qattn import attend, diffusion
 from qattn.attention.dispatch import BACKENDS
 
 pytestmark = pytest.mark.gpu
@@ -78,3 +78,20 @@ def test_gradients(backend):
     expected_out, expected_lse = dense(points, points, points)
     (expected,) = torch.autograd.grad(expected_out.square().sum() + expected_lse.sum(), points)
     torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_diffusion_there_is_the_diffusion_here():
+    points, signal = ball(500).float(), torch.randn(500, 4)
+    here = diffusion(points, 0.3, tol=1e-5)
+    for there in (diffusion(points.cuda(), 0.3, tol=1e-5), here.to("cuda")):
+        torch.testing.assert_close((there @ signal.cuda()).cpu(), here @ signal, rtol=0, atol=1e-3)
+        torch.testing.assert_close((there.T @ signal.cuda()).cpu(), here.T @ signal, rtol=0, atol=1e-3)
+        assert there.marginal_error.device.type == there.potential.device.type == "cuda"
+
+
+def test_gradients_through_the_normalisation():
+    def gradient(device):
+        points = torch.linspace(0, 3, 600, device=device).sin().reshape(200, 3).requires_grad_()
+        return torch.autograd.grad((diffusion(points, 0.5, tol=1e-5) @ points.square()).sum(), points)[0].cpu()
+
+    torch.testing.assert_close(gradient("cuda"), gradient("cpu"), rtol=1e-2, atol=1e-2)

@@ -1,4 +1,4 @@
-"""The `flex` backend: FlexAttention, compiled, with any score and lists of blocks.
+"""The `flex` backend: FlexAttention, compiled, with any score.
 
 The score is computed from the coordinates themselves inside the kernel, so there is no lift and nothing cancels; the
 dot product that FlexAttention insists on is over zeros. On CUDA the kernel returns its lse. The CPU kernel does not,

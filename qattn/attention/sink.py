@@ -48,11 +48,13 @@ def attend_with_sink(inputs: Inputs, average: Callable[[Tensor, Tensor], Tensor]
     sink = _guess(inputs)
     low, high = torch.full_like(sink, -torch.inf), torch.full_like(sink, torch.inf)
     step = _REACH
-    absent = False if inputs.bias is None else (inputs.bias == -torch.inf).all(-1, keepdim=True)  # (B, 1)
+    is_empty = torch.zeros(B, 1, dtype=torch.bool, device=sink.device)
+    if inputs.bias is not None:
+        is_empty = (inputs.bias == -torch.inf).all(-1, keepdim=True)
     while True:
         out = average(sink, value)  # (B, N, C + 2)
         others, own = out[..., C], out[..., C + 1]
-        too_low, too_high = own < _SMALLEST, (others < _SMALLEST) & ~torch.as_tensor(absent, device=sink.device)
+        too_low, too_high = own < _SMALLEST, (others < _SMALLEST) & ~is_empty
         if not (too_low | too_high).any():
             break
         low, high = torch.where(too_low, sink, low), torch.where(too_high, sink, high)

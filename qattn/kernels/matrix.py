@@ -53,5 +53,6 @@ class MatrixKernel(Kernel):
         lse = largest[..., 0] + torch.log(total)
         if value is None:
             return Attended(None, lse)
-        out = weights.to(value.dtype) @ value / torch.where(total == 0, 1, total)[..., None].to(value.dtype)
-        return Attended(out, lse)
+        weights = weights / torch.where(total == 0, 1, total)[..., None]
+        with torch.autocast(self.device.type, enabled=False):
+            return Attended(weights.to(value.dtype) @ value, lse)
