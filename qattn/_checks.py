@@ -10,6 +10,7 @@ from torch import Tensor
 __all__ = [
     "attention_arguments",
     "bandwidth",
+    "bias_of_kernel",
     "counts_of_clouds",
     "integer",
     "kernel_of",
@@ -215,6 +216,15 @@ def similarity(numbers: Any) -> Tensor:
             "Take `(similarity + similarity.mT) / 2`."
         )
     return tensor
+
+
+def bias_of_kernel(bias: Tensor, batch: torch.Size) -> None:
+    """Checks a bias (*batch, M) for a kernel whose points have been prepared."""
+    if torch.broadcast_shapes(bias.shape[:-1], batch) != batch:
+        raise ValueError(
+            f"`bias` should have the batch axes {tuple(batch)} of the kernel; got shape {_shape(bias)}. "
+            'Give the points those axes too, or take `method="exact"`.'
+        )
 
 
 def mass(numbers: Any, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from qattn import _checks
 from qattn._eager import eager
+from qattn._progress import Progress
 from qattn.kernels import GaussianKernel, Kernel, PointKernel
 from qattn.solver import SinkhornResult, apply, apply_transpose, log_of_mass, sinkhorn
 
@@ -109,6 +110,10 @@ class Diffusion(_Operator):
         """The mass-weighted mean of |Q1 − 1|, shape (*batch,)."""
         return self._given(self._error)
 
+    def error(self, rows: int = 256, seed: int = 0) -> Any:
+        """The largest error of Q1 by a method that is not exact, measured on random rows; shape (*batch,)."""
+        return self._given(self.kernel.error(self._right + log_of_mass(self._mass), rows=rows, seed=seed))
+
     @property
     def num_iter(self) -> Any:
         """Kernel passes that normalising took, shape (*batch,); 0 for "none" and 1 for the one-step normalisations."""
@@ -130,8 +135,10 @@ class Diffusion(_Operator):
 
     def power(self, t: int, signal: Any) -> Any:
         """Q^t applied to a signal, for a positive integer t."""
-        for _ in range(_checks.integer("t", t, 1)):
-            signal = self @ signal
+        with Progress("Diffusion", _checks.integer("t", t, 1)) as progress:
+            for _ in range(t):
+                signal = self @ signal
+                progress.advance()
         return signal
 
     def extend(self, points: Any) -> "_Extension":

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from qattn import _checks
 from qattn._eager import eager
+from qattn._progress import Progress
 from qattn.kernels.base import Kernel
 
 __all__ = ["SinkhornResult", "log_of_mass", "sinkhorn"]
@@ -162,27 +163,29 @@ def _iterate(
     error = torch.full(batch, torch.inf, dtype=f.dtype, device=f.device)
     errors: list[Tensor] = []
     out = None
-    for count in range(1, max_iter + 1):
-        # Items that are done get no keys, which costs nothing where a backend sees it.
-        is_last = value is not None and (count == max_iter or bool((error[is_active] * _GAIN <= tol).all()))
-        bias = torch.where(is_active[..., None], f + log_mass, -torch.inf)
-        mean, lse = kernel.attend(bias, value if is_last else None)
-        residual = torch.where(is_active[..., None], -(f + lse), 0)
-        new = (share * torch.expm1(-residual.detach()).abs()).sum(-1)
-        # Chebyshev assumes a positive definite kernel: where the error grows, the safe θ = ½ takes over.
-        is_plain = is_plain | (is_active & (new > 2 * error))
-        error = torch.where(is_active, new, error)
-        passes = passes + is_active
-        errors.append(error)
-        out = None  # of an earlier pass, whose potential is no longer the one
-        if mean is not None and is_active.all():  # items that were done before would lack theirs
-            out = torch.exp(f + lse)[..., None].to(mean.dtype) * mean
-        is_active = is_active & ~(error <= tol)
-        if not is_active.any() or count == max_iter:
-            break
-        fast = 0.5 * residual if start is None and count == 1 else step(residual)
-        move = torch.where(is_plain[..., None], 0.5 * residual, fast)
-        f = f + torch.where(is_active[..., None], move, 0)
+    with Progress("Sinkhorn") as progress:
+        for count in range(1, max_iter + 1):
+            # Items that are done get no keys, which costs nothing where a backend sees it.
+            is_last = value is not None and (count == max_iter or bool((error[is_active] * _GAIN <= tol).all()))
+            bias = torch.where(is_active[..., None], f + log_mass, -torch.inf)
+            mean, lse = kernel.attend(bias, value if is_last else None)
+            residual = torch.where(is_active[..., None], -(f + lse), 0)
+            new = (share * torch.expm1(-residual.detach()).abs()).sum(-1)
+            # Chebyshev assumes a positive definite kernel: where the error grows, the safe θ = ½ takes over.
+            is_plain = is_plain | (is_active & (new > 2 * error))
+            error = torch.where(is_active, new, error)
+            passes = passes + is_active
+            errors.append(error)
+            progress.advance(error=f"{float(error.amax()):.1e}", tol=f"{tol:.1e}")
+            out = None  # of an earlier pass, whose potential is no longer the one
+            if mean is not None and is_active.all():  # items that were done before would lack theirs
+                out = torch.exp(f + lse)[..., None].to(mean.dtype) * mean
+            is_active = is_active & ~(error <= tol)
+            if not is_active.any() or count == max_iter:
+                break
+            fast = 0.5 * residual if start is None and count == 1 else step(residual)
+            move = torch.where(is_plain[..., None], 0.5 * residual, fast)
+            f = f + torch.where(is_active[..., None], move, 0)
     return SinkhornResult(f, error, passes, error <= tol, tuple(errors), out)
 
 

@@ -70,7 +70,10 @@ KERNEL = GaussianKernel(POINTS, 1.0)
         (lambda: diffusion(POINTS, torch.nan), "`sigma` should be positive and finite; got nan"),
         (lambda: diffusion(POINTS, [1.0, -1.0]), "`sigma` should be positive and finite; got some that are not"),
         (lambda: diffusion(POINTS, torch.ones(2, 2)), r"`sigma` should be a number, or of shape \(H,\).*got \(2, 2\)"),
-        (lambda: diffusion(POINTS, 1.0, method="magic"), "`method` should be 'exact'; got 'magic'"),
+        (
+            lambda: diffusion(POINTS, 1.0, method="magic"),
+            "`method` should be 'auto' or 'exact' or 'tiles' or 'fourier'; got 'magic'",
+        ),
         (lambda: diffusion(POINTS, 1.0, normalization="typo"), "`normalization` should be 'sinkhorn' or 'row' or"),
         (lambda: diffusion(POINTS, 1.0, adjoint="typo"), "`adjoint` should be 'implicit' or 'unroll' or 'detach'"),
         (lambda: diffusion(POINTS, 1.0, iteration="typo"), "`iteration` should be 'chebyshev' or 'plain'"),

@@ -1,4 +1,4 @@
-"""What is particular to the compiled loop: threads, forks, tile lists, its cache."""
+"""What is particular to the compiled loop: threads, forks, its cache."""
 
 import multiprocessing
 import subprocess
@@ -8,14 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from cases import dense
 from torch.utils.data import DataLoader, Dataset
 
-from qattn import attend
+from qattn import _compiled, attend
 from qattn.attention import native
-from qattn.attention.inputs import Inputs
-from qattn.attention.native import TILE, TilePairs, attend_pairs
-from qattn.attention.score import gaussian
 
 
 def cloud(seed, n=700):
@@ -49,7 +45,7 @@ def test_torch_s_thread_count_is_honoured(monkeypatch):
             started.append(workers)
             super().__init__(workers)
 
-    monkeypatch.setattr(native, "ThreadPoolExecutor", Pool)
+    monkeypatch.setattr(_compiled, "ThreadPoolExecutor", Pool)
     monkeypatch.setattr(native, "_LEAST_PAIRS", 1)
     for count in (1, 2, 3):
         monkeypatch.setattr(torch, "get_num_threads", lambda c=count: c)
@@ -107,32 +103,8 @@ def test_an_interrupt_drops_the_chunks_not_begun():
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        native._share(run, range(10_000))
+        _compiled.share(run, range(10_000), 10_000)
     assert len(done) < 1_000
-
-
-@pytest.mark.parametrize("channels", [0, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_lists_of_tile_pairs(dtype, channels):
-    """Random lists, one of them empty, against dense attention with the other pairs masked out."""
-    n, m = 5 * TILE - 10, 4 * TILE - 20
-    query, key = (torch.randn(1, size, 3, dtype=dtype) for size in (n, m))
-    value = torch.randn(1, m, channels, dtype=dtype) if channels else None
-    bias = torch.randn(1, m, dtype=dtype)
-    lists = [[0, 2], [3], [], [1, 2, 3], [0, 1, 2, 3]]
-    last = torch.tensor([len(tiles) for tiles in lists]).cumsum(0)
-    first = torch.cat([torch.zeros(1, dtype=torch.int64), last[:-1]])
-    pairs = TilePairs(first, last, torch.tensor([tile for tiles in lists for tile in tiles]))
-    out, lse = attend_pairs(Inputs(query, key, value, bias, gaussian, 1e-3, torch.Size((1,))), pairs)
-    tolerance = native.Native.tolerance[dtype]
-    for tile, keys in enumerate(lists):
-        rows = slice(tile * TILE, min((tile + 1) * TILE, n))
-        columns = [j for t in keys for j in range(t * TILE, min((t + 1) * TILE, m))]
-        some = None if value is None else value[0, columns]
-        expected_out, expected_lse = dense(query[0, rows], key[0, columns], some, bias[0, columns])
-        torch.testing.assert_close(lse[0, rows].double(), expected_lse, rtol=0, atol=tolerance)
-        if value is not None:
-            torch.testing.assert_close(out[0, rows].double(), expected_out, rtol=0, atol=3 * tolerance)
 
 
 SCRIPT = """

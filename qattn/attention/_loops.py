@@ -1,8 +1,8 @@
 """The compiled loops of the `native` backend: Gaussian attention over tiles of keys, with differences taken directly.
 
-A *tile* is `TILE` points. Keys are stored tile by tile and coordinate by coordinate, their biases as one more
-coordinate. Both carry a factor that turns exp(b − ½‖q − k‖²) into 2^(β − ‖q − k‖²), so that a weight costs d
-differences, d multiply-adds and one exp2.
+Keys are stored tile by tile and coordinate by coordinate. Coordinates and biases carry factors that turn exp(b −
+½‖q − k‖²) into 2^(β − ‖q − k‖²), so that a weight costs d differences, d multiply-adds and one exp2. With a cut-off,
+each part of a tile of queries meets only those parts of a tile of keys that matter to it.
 
 Weights are first summed at a common scale, the largest bias of the cloud, which needs no running maximum. That is
 exact unless the sum of a row comes near the smallest float; such rows show by their sum, and are done again at a scale
@@ -18,7 +18,10 @@ from pathlib import Path
 import numpy as np
 from numba import njit
 
-from qattn.attention import _simd, native
+from qattn import tiling
+from qattn._compiled import compiled
+from qattn.attention import _near, _simd, native
+from qattn.attention._near import near_parts, near_tiles
 from qattn.attention._simd import (
     ROWS,
     add,
@@ -31,78 +34,95 @@ from qattn.attention._simd import (
     multiply_add_rows,
     splat,
     store,
+    sum_of,
     zero_rows,
 )
-from qattn.attention.native import TILE
+from qattn.tiling import PART, TILE
+
+PARTS = TILE // PART
 
 
-@njit
-def _exponent(query, i, shift, tile, j, dims):
-    """β_j − ‖q_i − k_j‖² − shift_i for one register of keys."""
+# Tiles of keys are given by their number t and not as slices: those would be counted as references, at the cost of a
+# hundred weights each.
+
+
+@njit(forceinline=True)
+def _exponent(query, i, shift, keys, beta, t, j, dims):
+    """β_j − ‖q_i − k_j‖² − shift_i for one register of keys of the tile t."""
     d = len(dims) if len(dims) > 0 else query.shape[1]
-    s = load(tile, d * TILE + j)
+    s = load(beta, t * TILE + j)
     if shift is not None:
         s = add(s, splat(-shift[i]))
     for c in range(d):
-        s = minus_square(s, load(tile, c * TILE + j), splat(query[i, c]))
+        s = minus_square(s, load(keys, (t * d + c) * TILE + j), splat(query[i, c]))
     return s
 
 
-@njit
-def _add_maximum(query, tile, dims, largest):
+@njit(forceinline=True)
+def _add_maximum(query, keys, beta, t, dims, largest):
     """Raises largest[i] to the exponents of one tile of keys, lane by lane, for all rows of one tile of queries."""
     width = lanes(largest)
     for i in range(TILE):
         m = load(largest, i * width)
         for j in range(0, TILE, width):
-            m = maximum(m, _exponent(query, i, None, tile, j, dims))
+            m = maximum(m, _exponent(query, i, None, keys, beta, t, j, dims))
         store(largest, i * width, m)
 
 
-@njit
-def _add_weights(query, shift, tile, dims, sums):
-    """Adds the weights of one tile of keys to sums[i], lane by lane, for all rows of one tile of queries."""
+@njit(forceinline=True)
+def _add_weights(query, first, rows, shift, keys, beta, t, begin, end, dims, sums, weights):
+    """Adds the weights of the keys begin … end − 1 of a tile to some rows of sums, lane by lane."""
     width = lanes(sums)
-    for i in range(TILE):
+    for r in range(rows):
+        i = first + r
         total = load(sums, i * width)
-        for j in range(0, TILE, width):
-            total = add(total, exp2(_exponent(query, i, shift, tile, j, dims)))
+        for j in range(begin, end, width):
+            w = exp2(_exponent(query, i, shift, keys, beta, t, j, dims))
+            total = add(total, w)
+            if weights is not None:
+                store(weights, r * TILE + j, w)
         store(sums, i * width, total)
 
 
-@njit
-def _add_values(query, shift, tile, values, dims, sums, out, weights):
-    """As `_add_weights`, and adds the weighted values to out[i]: a small matrix product with a buffer of weights."""
-    width = lanes(sums)
-    channels = values.shape[1]
-    for i in range(0, TILE, ROWS):
-        for r in range(ROWS):
-            total = load(sums, (i + r) * width)
-            for j in range(0, TILE, width):
-                w = exp2(_exponent(query, i + r, shift, tile, j, dims))
-                total = add(total, w)
-                store(weights, r * TILE + j, w)
-            store(sums, (i + r) * width, total)
-        for c in range(0, channels, width):
-            rows = zero_rows(out)  # each tile from zero: added to a long sum one by one, small weights would round away
-            for j in range(TILE):
-                rows = multiply_add_rows(rows, weights, j, TILE, load(values, j * channels + c))
-            add_rows(out, i * channels + c, channels, rows)
+@njit(forceinline=True)
+def _add_keys(query, first, rows, shift, keys, beta, values, t, begin, end, dims, sums, out, weights):
+    """Adds weights to sums and, if there are values, weighted values to out: a product with a buffer of weights."""
+    channels = values.shape[2]
+    if channels == 0:
+        _add_weights(query, first, rows, shift, keys, beta, t, begin, end, dims, sums, None)
+        return
+    for i in range(first, first + rows, ROWS):
+        _add_weights(query, i, ROWS, shift, keys, beta, t, begin, end, dims, sums, weights)
+        for c in range(0, channels, lanes(sums)):
+            total = zero_rows(out)  # from zero: added to a long sum one by one, small weights would round away
+            for j in range(begin, end):
+                total = multiply_add_rows(total, weights, j, TILE, load(values, (t * TILE + j) * channels + c))
+            add_rows(out, i * channels + c, channels, total)
 
 
 @njit
-def _add_tiles(query, shift, keys, values, tiles, dims, sums, out, weights):
+def _add_all(query, shift, keys, beta, values, tiles, dims, sums, out, weights):
     """All keys of a list of tiles, from zero."""
     sums[:] = 0
     out[:] = 0
     for t in tiles:
-        if values.shape[2] == 0:
-            _add_weights(query, shift, keys[t], dims, sums)
-        else:
-            _add_values(query, shift, keys[t], values[t], dims, sums, out, weights)
+        _add_keys(query, 0, TILE, shift, keys, beta, values, t, 0, TILE, dims, sums, out, weights)
 
 
 @njit
+def _add_near(query, tile, shift, keys, beta, values, tiles, cutoff, least, near, dims, sums, out, weights):
+    """Those parts of a list of tiles that have more than `least`, from zero; by parts of the queries."""
+    sums[:] = 0
+    out[:] = 0
+    for p in range(PARTS):
+        for n in range(near_parts(tile * PARTS + p, tiles, cutoff, least, PARTS, near)):
+            t, begin = near[n] // PARTS, near[n] % PARTS * PART
+            _add_keys(
+                query, p * PART, PART, shift, keys, beta, values, t, begin, begin + PART, dims, sums, out, weights
+            )
+
+
+@njit(forceinline=True)
 def _aligned(size, dtype):
     """An empty array that starts where a cache line does: registers that straddle two lines load at half the speed."""
     array = np.empty(size + 64, dtype)
@@ -110,46 +130,58 @@ def _aligned(size, dtype):
     return array[skip : skip + size]
 
 
-def _compile(fingerprint):
-    def attend_tiles(query, keys, values, first, last, tiles, begin, end, tiny, dims, lse, out):
-        """Attention of the query tiles I = begin … end − 1, each to the key tiles tiles[first[I]:last[I]].
+# Stale files of the cache on disk are found by the date of this one alone: the checksum is of what else is compiled in.
+def _attend_tiles(fingerprint):
+    def attend_tiles(query, keys, beta, values, key_tiles, cutoff, begin, end, tiny, dims, lse, out):
+        """Attention of the query tiles begin … end − 1 to the tiles of keys that matter, or to all of their cloud.
 
-        query (T, TILE, d); keys (S, d + 1, TILE); values (S, TILE, C) with C a multiple of a register's lanes, 0 for
-        lse alone; lse (T, TILE) in base 2 and out (T, TILE, C) are written. `dims` is a tuple of d items, which tells
-        the compiler d, or empty.
+        query (T, TILE, d); keys (S, d, TILE) and beta (S, TILE); values (S, TILE, C) with C a multiple of a register's
+        lanes, 0 for lse alone; key_tiles (T, 2), where those of its cloud begin and end; lse (T, TILE) in base 2 and
+        out (T, TILE, C) are written. `dims` is a tuple of d items, which tells the compiler d, or empty.
         """
-        fingerprint  # noqa: B018 (see below)
+        fingerprint  # noqa: B018
         sums = _aligned(TILE * lanes(query), query.dtype).reshape(TILE, lanes(query))
         weights = _aligned(ROWS * TILE, query.dtype).reshape(ROWS, TILE)
         shift = np.empty(TILE, query.dtype)
+        seen, near = np.empty(len(keys), np.int64), np.empty(PARTS * len(keys), np.int64)
+        most, smallest = np.empty(len(keys), query.dtype), np.empty(len(keys), query.dtype)
+        least = query.dtype.type(0)
         for tile in range(begin, end):
             q, o, total = query[tile], out[tile], lse[tile]
-            seen = tiles[first[tile] : last[tile]]
-            _add_tiles(q, None, keys, values, seen, dims, sums, o, weights)
+            if cutoff is None:
+                tiles = np.arange(key_tiles[tile, 0], key_tiles[tile, 1])
+            else:
+                count, least = near_tiles(tile, cutoff, seen, most, smallest)
+                tiles = seen[:count]
+            if cutoff is None:
+                _add_all(q, None, keys, beta, values, tiles, dims, sums, o, weights)
+            else:
+                _add_near(q, tile, None, keys, beta, values, tiles, cutoff, least, near, dims, sums, o, weights)
             shift[:] = 0
             low = False
             for i in range(TILE):
-                total[i] = sums[i].sum()
+                total[i] = sum_of(load(sums, i * lanes(sums)))
                 low |= not total[i] >= tiny
             if low:
                 sums[:] = -np.inf
-                for t in seen:
-                    _add_maximum(q, keys[t], dims, sums)
+                for t in tiles:
+                    _add_maximum(q, keys, beta, t, dims, sums)
                 for i in range(TILE):
                     shift[i] = sums[i].max()
-                _add_tiles(q, shift, keys, values, seen, dims, sums, o, weights)
+                if cutoff is None:
+                    _add_all(q, shift, keys, beta, values, tiles, dims, sums, o, weights)
+                else:
+                    _add_near(q, tile, shift, keys, beta, values, tiles, cutoff, least, near, dims, sums, o, weights)
                 for i in range(TILE):
-                    total[i] = sums[i].sum()
+                    total[i] = sum_of(load(sums, i * lanes(sums)))
             for i in range(TILE):
-                o[i] /= max(total[i], tiny)
+                if values.shape[2] > 0:
+                    o[i] /= max(total[i], tiny)
                 total[i] = math.log2(total[i]) + shift[i]
 
-    try:
-        return njit(nogil=True, cache=True, error_model="numpy")(attend_tiles)
-    except RuntimeError:  # nowhere to keep it: every process compiles its own
-        return njit(nogil=True, error_model="numpy")(attend_tiles)
+    return compiled(attend_tiles)
 
 
-# Numba's cache on disk is keyed by the file of the function itself and by its closure, not by what it calls or by
-# constants of other files. So the closure holds a checksum of everything that is compiled in.
-attend_tiles = _compile(zlib.crc32(b"".join(Path(str(module.__file__)).read_bytes() for module in (_simd, native))))
+attend_tiles = _attend_tiles(
+    zlib.crc32(b"".join(Path(str(module.__file__)).read_bytes() for module in (_near, _simd, native, tiling)))
+)

@@ -173,6 +173,27 @@ def maximum(_, a, b):
 
 
 @intrinsic
+def sum_of(_, register):
+    """The sum of all lanes, halves first."""
+    float_type = _FLOATS[register.dtype]
+
+    def emit(context, builder, signature, arguments):
+        total, width = arguments[0], float_type.lanes
+        while width > 1:
+            width //= 2
+            low, high = (
+                builder.shuffle_vector(
+                    total, total, ir.Constant(ir.VectorType(_INT32, width), list(range(start, start + width)))
+                )
+                for start in (0, width)
+            )
+            total = builder.fadd(low, high)
+        return builder.extract_element(total, ir.Constant(_INT32, 0))
+
+    return register.dtype(register), emit
+
+
+@intrinsic
 def exp2(_, x):
     """2^x for x ≤ 0 or a little above, and 0 where products with it would be denormal, which are slow."""
     float_type = _FLOATS[x.dtype]

@@ -1,17 +1,20 @@
 """The one primitive everything is written on."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from qattn import _checks
 from qattn._eager import eager
 from qattn.attended import Attended
+from qattn.attention.backend import Engine
 from qattn.attention.dispatch import select
 from qattn.attention.gradient import attend_differentiably
 from qattn.attention.inputs import Inputs
 from qattn.attention.score import Score, gaussian
 
-__all__ = ["attend"]
+__all__ = ["attend", "attend_by"]
 
 
 @eager
@@ -55,6 +58,20 @@ def attend(
         >>> out.shape, lse.shape
         (torch.Size([1000, 3]), torch.Size([1000]))
     """
+    return attend_by(lambda inputs: select(inputs, backend), query, key, value, bias=bias, score=score, tol=tol)
+
+
+def attend_by(
+    engine: Callable[[Inputs], Engine],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    *,
+    bias: Tensor | None,
+    score: Score = gaussian,
+    tol: float,
+) -> Attended:
+    """As `attend`, by the engine that is chosen for the inputs once they have been checked and flattened."""
     batch = _checks.attention_arguments(query, key, value, bias, tol)
     N, M = query.shape[-2], key.shape[-2]
 
@@ -66,7 +83,7 @@ def attend(
 
     values = value if value is not None and value.shape[-1] > 0 else None
     inputs = Inputs(flat(query, 2), flat(key, 2), flat(values, 2), flat(bias, 1), score, tol, batch)  # type: ignore[arg-type]
-    chosen = select(inputs, backend)
+    chosen = engine(inputs)
     if N == 0 or M == 0 or batch.numel() == 0:
         out, lse = None, query.new_full((*batch, N), -torch.inf, dtype=inputs.dtype)
     else:

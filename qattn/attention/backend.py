@@ -1,4 +1,4 @@
-"""The contract of an attention kernel: say why not, or attend."""
+"""The contract of what attends: say why not, or attend."""
 
 from abc import ABC, abstractmethod
 from typing import ClassVar
@@ -8,11 +8,28 @@ import torch
 from qattn.attended import Attended
 from qattn.attention.inputs import Inputs
 
-__all__ = ["Backend"]
+__all__ = ["Backend", "Engine"]
 
 
-class Backend(ABC):
-    """One way to compute `attend`.
+class Engine(ABC):
+    """What computes attention, exactly or to the tolerance of its inputs."""
+
+    @abstractmethod
+    def not_supported_reasons(self, inputs: Inputs) -> list[str]:
+        """Why these inputs cannot be taken; empty if they can. Never raises."""
+
+    @abstractmethod
+    def attend(self, inputs: Inputs) -> Attended:
+        """out (B, N, C) in the dtype of the values, or None, and lse (B, N); the reasons are known to be empty."""
+
+    @property
+    def exchanged(self) -> "Engine":
+        """What attends from the keys to the queries; itself, unless it has been prepared for certain points."""
+        return self
+
+
+class Backend(Engine):
+    """An attention kernel.
 
     Attributes:
         name: What `attend(backend=...)` calls it.
@@ -22,11 +39,3 @@ class Backend(ABC):
 
     name: ClassVar[str]
     tolerance: ClassVar[dict[torch.dtype, float]]
-
-    @abstractmethod
-    def not_supported_reasons(self, inputs: Inputs) -> list[str]:
-        """Why these inputs cannot be taken; empty if they can. Never raises."""
-
-    @abstractmethod
-    def attend(self, inputs: Inputs) -> Attended:
-        """out (B, N, C) in the dtype of the values, or None, and lse (B, N); the reasons are known to be empty."""

@@ -8,7 +8,7 @@ and gets it from a sink key.
 import functools
 import shutil
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,11 +18,19 @@ from qattn.attention.backend import Backend
 from qattn.attention.inputs import Inputs
 from qattn.attention.sink import attend_with_sink
 
-__all__ = ["Flex"]
+__all__ = ["BlockLists", "Flex", "attend_blocks"]
 
 _BLOCK = 128
 _MOST_BLOCKS = 64  # of keys, larger ones for more keys: the lists stay O(N)
 _WIDTH = 16  # the least the CUDA kernel takes
+
+
+class BlockLists(NamedTuple):
+    """Which blocks of keys each block of queries attends to: blocks[b, i, : counts[b, i]]."""
+
+    counts: Tensor  # (B, rows) int32
+    blocks: Tensor  # (B, rows, width) int32
+    size: int  # of a block
 
 
 class Flex(Backend):
@@ -48,7 +56,12 @@ class Flex(Backend):
         return reasons
 
     def attend(self, inputs: Inputs) -> Attended:
-        return _cuda(inputs) if inputs.device.type == "cuda" else _cpu(inputs)
+        return attend_blocks(inputs, None)
+
+
+def attend_blocks(inputs: Inputs, lists: BlockLists | None) -> Attended:
+    """Attention over the listed blocks; over all of them if None."""
+    return _cuda(inputs, lists) if inputs.device.type == "cuda" else _cpu(inputs, lists)
 
 
 @functools.cache
@@ -81,7 +94,29 @@ def _all_blocks(N: int, M: int, device: torch.device) -> Any:
     )  # fmt: skip
 
 
-def _flex(inputs: Inputs, value: Tensor, sink: Tensor | None, **options: Any) -> Any:
+def _listed_blocks(lists: BlockLists, N: int, M: int) -> Any:
+    """The listed blocks, all of them full."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    counts, blocks = lists.counts[:, None], lists.blocks[:, None]  # (B, 1, rows[, width])
+    return BlockMask.from_kv_blocks(
+        torch.zeros_like(counts), torch.zeros_like(blocks), counts, blocks,
+        BLOCK_SIZE=(lists.size, lists.size), seq_lengths=(N, M), compute_q_blocks=False,
+    )  # fmt: skip
+
+
+def _with_sink(lists: BlockLists, M: int) -> BlockLists:
+    """The lists with the block of the key M, the sink, in each of them, and as wide as the CPU kernel wants them."""
+    width, sink = M // lists.size + 1, M // lists.size
+    counts, blocks = lists.counts, torch.nn.functional.pad(lists.blocks, (0, width - lists.blocks.shape[-1]))
+    is_listed = torch.arange(width) < counts[..., None]
+    is_missing = ~((blocks == sink) & is_listed).any(-1)
+    last = (counts - (~is_missing).int()).long()[..., None]  # where there is room, or any place that keeps it
+    placed = blocks.scatter(-1, last, torch.where(is_missing[..., None], sink, blocks.gather(-1, last)))
+    return BlockLists(counts + is_missing.int(), placed, lists.size)
+
+
+def _flex(inputs: Inputs, value: Tensor, sink: Tensor | None, lists: BlockLists | None, **options: Any) -> Any:
     """Calls the kernel; with a sink (B, N), the key after the last scores sink_i."""
     B, N, D = inputs.query.shape
     M = inputs.key.shape[1]
@@ -98,16 +133,18 @@ def _flex(inputs: Inputs, value: Tensor, sink: Tensor | None, **options: Any) ->
 
     zero = query.new_zeros(1, 1, 1, 1)
     rows, columns = zero.expand(B, 1, N, _WIDTH).contiguous(), zero.expand(B, 1, value.shape[1], _WIDTH).contiguous()
-    blocks = _all_blocks(N, value.shape[1], inputs.device)
+    length = value.shape[1]
+    blocks = _all_blocks(N, length, inputs.device) if lists is None else _listed_blocks(lists, N, length)
     score_mod = pair if sink is None else pair_or_sink
     return _compiled()(rows, columns, value[:, None], score_mod=score_mod, block_mask=blocks, scale=1.0, **options)
 
 
-def _cpu(inputs: Inputs) -> Attended:
-    return attend_with_sink(inputs, lambda sink, value: _flex(inputs, value, sink)[:, 0])
+def _cpu(inputs: Inputs, lists: BlockLists | None) -> Attended:
+    listed = None if lists is None else _with_sink(lists, inputs.key.shape[1])
+    return attend_with_sink(inputs, lambda sink, value: _flex(inputs, value, sink, listed)[:, 0])
 
 
-def _cuda(inputs: Inputs) -> Attended:
+def _cuda(inputs: Inputs, lists: BlockLists | None) -> Attended:
     from torch.nn.attention.flex_attention import AuxRequest
 
     width = max(_WIDTH, inputs.channels)
@@ -115,8 +152,11 @@ def _cuda(inputs: Inputs) -> Attended:
         value = inputs.key.new_zeros(*inputs.key.shape[:2], width, dtype=inputs.dtype)
     else:
         value = torch.nn.functional.pad(inputs.value.to(inputs.dtype), (0, width - inputs.channels))
-    precise = {"FLOAT32_PRECISION": "'ieee'"}  # else a global switch could turn the product with the values into tf32
-    out, aux = _flex(inputs, value, None, return_aux=AuxRequest(lse=True), kernel_options=precise)
+    # Else a global switch could turn the product with the values into tf32.
+    kernel: dict[str, Any] = {"FLOAT32_PRECISION": "'ieee'"}
+    if lists is not None:  # the kernel's own blocks must divide those of the lists
+        kernel |= {"BLOCK_M": lists.size, "BLOCK_N": lists.size}
+    out, aux = _flex(inputs, value, None, lists, return_aux=AuxRequest(lse=True), kernel_options=kernel)
     if inputs.value is None:
         return Attended(None, aux.lse[:, 0])
     return Attended(out[:, 0, :, : inputs.channels].to(inputs.value.dtype), aux.lse[:, 0])

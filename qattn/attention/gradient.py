@@ -7,7 +7,7 @@ cotangent
     q̄_i = Σ_j s̄_ij (k_j − q_i),         k̄_j = Σ_i s̄_ij (q_i − k_j).
 
 The sums over j are one attend with the values (v ⊗ k, k). The sums over i are one attend with queries and keys
-exchanged and the bias −lse, whose weights are p_ij e^{−b_j}. So a backend needs no backward kernel of its own, memory
+exchanged and the bias −lse, whose weights are p_ij e^{−b_j}. So an engine needs no backward kernel of its own, memory
 stays O(N), and the result can be differentiated again.
 """
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from qattn.attended import Attended
-from qattn.attention.backend import Backend
+from qattn.attention.backend import Engine
 from qattn.attention.dispatch import select
 from qattn.attention.inputs import Inputs
 from qattn.attention.score import gaussian
@@ -26,32 +26,32 @@ from qattn.lift import centre
 __all__ = ["attend_differentiably"]
 
 
-def attend_differentiably(inputs: Inputs, backend: Backend) -> Attended:
-    """Attention by `backend`, with gradients of every order where any are asked for."""
+def attend_differentiably(inputs: Inputs, engine: Engine) -> Attended:
+    """Attention by `engine`, with gradients of every order where any are asked for."""
     with torch.autocast(inputs.device.type, enabled=False):  # scores need the precision that they are given
         if not inputs.is_gaussian or not inputs.needs_gradients:
-            return backend.attend(inputs)
-        return Attended(*_Attend.apply(inputs.query, inputs.key, inputs.value, inputs.bias, inputs.tol, backend))
+            return engine.attend(inputs)
+        return Attended(*_Attend.apply(inputs.query, inputs.key, inputs.value, inputs.bias, inputs.tol, engine))
 
 
-def _again(backend: Backend, tol: float, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Attended:
-    """An attend of the backward pass: by the same backend if it takes these values too, else by what "auto" takes."""
+def _again(engine: Engine, tol: float, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Attended:
+    """An attend of the backward pass: by the same engine if it takes these values too, else by what "auto" takes."""
     inputs = Inputs(query, key, value, bias, gaussian, tol, query.shape[:1])
-    if backend.not_supported_reasons(inputs):
-        backend = select(inputs, "auto")
-    return attend_differentiably(inputs, backend)
+    if engine.not_supported_reasons(inputs):
+        engine = select(inputs, "auto")
+    return attend_differentiably(inputs, engine)
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
-        query: Tensor, key: Tensor, value: Tensor | None, bias: Tensor | None, tol: float, backend: Backend
+        query: Tensor, key: Tensor, value: Tensor | None, bias: Tensor | None, tol: float, engine: Engine
     ) -> tuple[Tensor | None, Tensor]:
-        return backend.attend(Inputs(query, key, value, bias, gaussian, tol, query.shape[:1]))
+        return engine.attend(Inputs(query, key, value, bias, gaussian, tol, query.shape[:1]))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, Tensor]) -> None:
-        *tensors, ctx.tol, ctx.backend = inputs
+        *tensors, ctx.tol, ctx.engine = inputs
         ctx.save_for_backward(*tensors, *output)
         ctx.set_materialize_grads(False)
 
@@ -73,7 +73,7 @@ class _Attend(torch.autograd.Function):
 
         if needs_query:
             values = torch.cat([_outer(value, k), k.to(dtype)], dim=-1)  # (B, M, CD + D)
-            means = _again(ctx.backend, ctx.tol, query, key, values, bias).out
+            means = _again(ctx.engine, ctx.tol, query, key, values, bias).out
             assert means is not None
             weighted, plain = means.split([C * D, D], dim=-1)
             grad_query = _contract(grad_out, weighted, D) + h * plain - grad_lse[..., None] * q
@@ -83,7 +83,7 @@ class _Attend(torch.autograd.Function):
             columns = [grad_out, h, *([_outer(grad_out, q), h * q] if needs_key else [])]
             values = torch.cat([column.to(dtype) for column in columns], dim=-1)  # (B, N, C + 1 [+ CD + D])
             present = torch.where(lse == -torch.inf, -torch.inf, -lse)  # a row without keys has no weights
-            means, scale = _again(ctx.backend, ctx.tol, key, query, values, present)
+            means, scale = _again(ctx.engine.exchanged, ctx.tol, key, query, values, present)
             scale = torch.exp(scale if bias is None else scale + bias)[..., None]  # (B, M, 1)
             assert means is not None
             sums = (scale * means).split([C, 1, C * D, D] if needs_key else [C, 1], dim=-1)

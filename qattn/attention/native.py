@@ -1,44 +1,30 @@
 """The `native` backend: our own loop for CPUs, compiled by Numba, with differences taken directly.
 
-No lift, so no cancellation; the work is shared by as many threads as torch uses. The threads live for one call only,
-so the backend is safe in several Python threads at once and in forked workers. The loop is compiled on its first use
+No lift, so no cancellation; the work is shared by as many threads as torch uses. The loop is compiled on its first use
 for a dtype and dimension, and kept on disk.
 """
 
 import math
-import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
-from einops import rearrange
 from torch import Tensor
 from torch.nn.functional import pad
 
+from qattn._compiled import share
 from qattn.attended import Attended
 from qattn.attention.backend import Backend
 from qattn.attention.inputs import Inputs
 from qattn.lift import centre
+from qattn.tiling import TILE, Tiling
 
-__all__ = ["LOWEST", "TILE", "Native", "TilePairs", "attend_pairs"]
+__all__ = ["LOWEST", "Native", "attend_tilings", "cutoff", "in_base_2"]
 
-TILE = 64
 _UNROLLED = 4  # dimensions up to this have a loop of their own
 # Pairs of points handed to a thread at a time: the least pays for starting it, the most keeps threads equally busy.
 _LEAST_PAIRS, _MOST_PAIRS = 2**21, 2**22
+_CHUNKS = 16  # for each thread, where the number of pairs is not known
 LOWEST = {32: -100.0, 64: -960.0}  # weights below 2 to this, by the bits of their dtype, count as 0
-
-
-class TilePairs(NamedTuple):
-    """Which tiles of keys each tile of queries attends to: keys[first[I]:last[I]] for the tile I of `TILE` rows.
-
-    Tiles are numbered through the batch, each item's last tile filled up.
-    """
-
-    first: Tensor  # (T,) int64
-    last: Tensor  # (T,) int64
-    keys: Tensor  # (P,) int64
 
 
 class Native(Backend):
@@ -61,93 +47,79 @@ class Native(Backend):
         return reasons
 
     def attend(self, inputs: Inputs) -> Attended:
-        return attend_pairs(inputs, None)
+        query, key = centre(inputs.query.to(inputs.dtype), inputs.key.to(inputs.dtype))  # small coordinates round less
+        return attend_tilings(Tiling(query), Tiling(key), inputs.value, inputs.bias)
 
 
-def _tiles(x: Tensor) -> Tensor:
-    """(B, N, E) in tiles (B, T, TILE, E), the last point repeated up to a full tile."""
-    missing = -x.shape[1] % TILE
-    x = torch.cat([x, x[:, -1:].expand(-1, missing, -1)], dim=1)
-    return rearrange(x, "b (t i) e -> b t i e", i=TILE)
+def attend_tilings(
+    query: Tiling, key: Tiling, value: Tensor | None, bias: Tensor | None, tol: float | None = None
+) -> Attended:
+    """Attention between two clouds in tiles, for value (B, M, C) and bias (B, M) in the order of the clouds.
 
-
-def _all_pairs(T: int, S: int, is_present: Tensor) -> TilePairs:
-    """T tiles of queries with S tiles of keys in each item of a batch; items without any key (B,) cost nothing."""
-    B = len(is_present)
-    first = (S * torch.arange(B)).repeat_interleave(T)
-    return TilePairs(first, first + S * is_present.repeat_interleave(T), torch.arange(B * S))
-
-
-def attend_pairs(inputs: Inputs, pairs: TilePairs | None) -> Attended:
-    """Attention over the given pairs of tiles; over all of them if None."""
+    With a `tol`, tiles are left out that together have less than about this fraction of a row's sum.
+    """
     from qattn.attention import _loops, _simd  # here, because importing Numba takes a while
 
-    B, N, D = inputs.query.shape
-    M = inputs.key.shape[1]
-    dtype = inputs.dtype
-    # exp(b − ½‖q − k‖²) = 2^(β − ‖q − k‖²) once coordinates carry √(½ log₂e) and biases log₂e. The largest β of a
-    # cloud is made 0.
-    factor = math.sqrt(0.5 / math.log(2))
-    centred = centre(inputs.query.to(dtype), inputs.key.to(dtype))  # small coordinates lose less to the factor
-    query, key = (_tiles(x * factor) for x in centred)  # (B, T, TILE, D), (B, S, TILE, D)
-    T, S = query.shape[1], key.shape[1]
-    bias = torch.zeros(B, M, dtype=dtype) if inputs.bias is None else inputs.bias.to(dtype)
-    top = bias.amax(-1, keepdim=True)
-    top = torch.where(top == -torch.inf, 0, top)  # (B, 1)
-    beta = pad((bias - top) / math.log(2), (0, S * TILE - M), value=-torch.inf).reshape(B, S, TILE)
-    keys = rearrange([*key.unbind(-1), beta], "c b s i -> (b s) c i").contiguous()  # (B·S, D + 1, TILE)
+    B, N, M = query.clouds, query.size, key.size
+    dtype = query.points.dtype
+    bias = torch.zeros(B, M, dtype=dtype) if bias is None else bias.to(dtype)
+    beta, top = in_base_2(key, bias)
 
+    C = 0 if value is None else value.shape[-1]
     lanes = _simd.REGISTER_BYTES // dtype.itemsize
-    channels = -(-inputs.channels // lanes) * lanes
-    values = torch.zeros(B, S * TILE, channels, dtype=dtype)
-    if inputs.value is not None:
-        values[:, :M, : inputs.channels] = inputs.value
-    lse = torch.empty(B * T, TILE, dtype=dtype)
-    out = torch.empty(B * T, TILE, channels, dtype=dtype)
+    channels = -(-C // lanes) * lanes
+    values = torch.zeros(B, key.tiles * TILE, channels, dtype=dtype)
+    if value is not None:
+        values[:, :M, :C] = key.sort(value.to(dtype))
+    values = values.reshape(B * key.tiles, TILE, channels)
+    tiles = B * query.tiles
+    lse, out = torch.empty(tiles, TILE, dtype=dtype), torch.empty(tiles, TILE, channels, dtype=dtype)
 
-    if pairs is None:
-        pairs = _all_pairs(T, S, bias.isfinite().any(-1))
-    arrays = [x.numpy() for x in (query.flatten(0, 1), keys, values.reshape(B * S, TILE, channels), *pairs, lse, out)]
+    first = key.tiles * torch.arange(B)
+    last = torch.where(bias.isfinite().any(-1), first + key.tiles, first)  # clouds without any key cost nothing
+    key_tiles = torch.stack([first, last], dim=1).repeat_interleave(query.tiles, 0)
+    limit = None if tol is None else cutoff(query, key, beta, tol)
     # The least sum of a row that is not changed by weights counted as 0.
     tiny = M * 2.0 ** LOWEST[8 * dtype.itemsize] / torch.finfo(dtype).eps
-    dims = (0,) * D if D <= _UNROLLED else ()
-    total = max(1, TILE * TILE * int((pairs.last - pairs.first).sum()))
-    share = min(_MOST_PAIRS, max(_LEAST_PAIRS, total // (4 * torch.get_num_threads())))
-    chunk = max(1, share * len(pairs.first) // total)
+    dims = (0,) * query.dims if query.dims <= _UNROLLED else ()
+    arrays = [x.numpy() for x in (query.points, key.columns, beta, values, key_tiles)]
+    results = lse.numpy(), out.numpy()
+    if tol is None:
+        total = max(1, TILE * TILE * int((key_tiles[:, 1] - key_tiles[:, 0]).sum()))
+        pairs = min(_MOST_PAIRS, max(_LEAST_PAIRS, total // (4 * torch.get_num_threads())))
+        chunk = max(1, pairs * tiles // total)
+    else:
+        chunk = -(-tiles // (_CHUNKS * torch.get_num_threads()))
 
     def run(begin: int) -> None:
-        _loops.attend_tiles(*arrays[:6], begin, min(begin + chunk, B * T), tiny, dims, *arrays[6:])
+        _loops.attend_tiles(*arrays, limit, begin, min(begin + chunk, tiles), tiny, dims, *results)
 
-    _share(run, range(0, B * T, chunk))
-    lse = lse.reshape(B, -1)[:, :N] * math.log(2) + top
-    if inputs.value is None:
+    chunks = range(0, tiles, chunk)
+    share(run, chunks, len(chunks))
+    lse = query.unsort(lse.reshape(B, -1)[:, :N]) * math.log(2) + top
+    if value is None:
         return Attended(None, lse)
-    return Attended(out.reshape(B, T * TILE, channels)[:, :N, : inputs.channels].to(inputs.value.dtype), lse)
+    return Attended(query.unsort(out.reshape(B, query.tiles * TILE, channels)[:, :N, :C]).to(value.dtype), lse)
 
 
-def _share(run: Callable[[int], None], chunks: range) -> None:
-    """Runs all chunks on as many threads as torch would use, this one among them; an error drops those not begun."""
-    waiting, lock = iter(chunks), threading.Lock()
+def in_base_2(key: Tiling, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """β (tiles, TILE) with exp(b − ½‖q − k‖²) = 2^(β − ‖q − k‖²) e^top, and top (B, 1), which makes the largest 0."""
+    top = bias.amax(-1, keepdim=True)
+    top = torch.where(top == -torch.inf, 0, top)
+    beta = key.sort((bias - top) / math.log(2))
+    return pad(beta, (0, key.tiles * TILE - key.size), value=-torch.inf).reshape(-1, TILE), top
 
-    def work() -> None:
-        try:
-            while True:
-                with lock:
-                    begin = next(waiting, None)
-                if begin is None:
-                    return
-                run(begin)
-        except BaseException:  # an interrupt too
-            with lock:
-                for _ in waiting:
-                    pass
-            raise
 
-    helpers = min(torch.get_num_threads(), len(chunks)) - 1
-    if helpers <= 0:
-        return work()
-    with ThreadPoolExecutor(helpers) as pool:
-        others = [pool.submit(work) for _ in range(helpers)]
-        work()
-        for other in others:
-            other.result()
+def cutoff(query: Tiling, key: Tiling, beta: Tensor, tol: float) -> Any:
+    """What the walk down the tree of keys needs to know, for β (tiles, TILE)."""
+    from qattn.attention._near import Cutoff
+
+    # A row has at least what it adds to itself.
+    floors = beta.amin(-1) if query is key else beta.new_full((query.clouds * query.tiles,), -torch.inf)
+    part_tops, tops = key.tops(beta)
+    arrays = {
+        "floors": floors, "queries": query.tree.nodes, "query_parts": query.tree.parts, "key_parts": key.tree.parts,
+        "part_tops": part_tops, "nodes": key.tree.nodes, "tops": tops, "starts": key.tree.starts,
+    }  # fmt: skip
+    limit: Any = torch.tensor(math.log2(tol), dtype=beta.dtype).numpy()[()]  # a number of the loops' own type
+    return Cutoff(tol=limit, query_tiles=query.tiles, **{name: x.numpy() for name, x in arrays.items()})

@@ -41,6 +41,35 @@ class Kernel(ABC):
     def attend(self, bias: Tensor, value: Tensor | None = None) -> Attended:
         """out (*batch, N, C) and lse (*batch, N) for bias (*batch, M) and value (*batch, M, C)."""
 
+    @abstractmethod
+    def exact_lse(self, rows: Tensor, bias: Tensor) -> Tensor:
+        """lse (*batch, n) of the rows with the numbers (n,), from all pairs in float64, without gradients."""
+
+    def error(self, bias: Tensor | None = None, *, rows: int = 256, seed: int = 0) -> Tensor:
+        r"""The largest relative error of the row sums :math:`\sum_j K_{ij} e^{b_j}`, measured on random rows.
+
+        Args:
+            bias: Shape (*batch, M), as in `attend`; 0 by default. Rows of points that it leaves out are not drawn.
+            rows: How many rows are compared with exact ones.
+            seed: Which rows.
+
+        Returns:
+            A tensor of shape (*batch,).
+        """
+        *batch, N, M = self.shape
+        bias = torch.zeros(M, dtype=self.dtype, device=self.device) if bias is None else bias
+        bias = bias.detach().expand(*batch, M)
+        is_present = torch.ones(N, dtype=torch.bool, device=self.device)
+        if N == M:
+            is_present = (bias > -torch.inf).reshape(-1, M).any(0)
+        candidates = is_present.nonzero()[:, 0]
+        chosen = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(seed))[:rows]
+        sample = candidates[chosen.to(self.device)]
+        with torch.no_grad():
+            found = self.attend(bias).lse[..., sample].double()
+            gap = torch.expm1(found - self.exact_lse(sample, bias)).abs()
+        return torch.where(gap.isnan(), 0, gap).amax(-1)  # −inf − (−inf): a cloud without keys
+
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of its logarithms."""
@@ -96,6 +125,9 @@ class SumKernel(PointKernel):
     def attend(self, bias: Tensor, value: Tensor | None = None) -> Attended:
         return reduce(merge, (kernel.attend(bias, value) for kernel in self._kernels))
 
+    def exact_lse(self, rows: Tensor, bias: Tensor) -> Tensor:
+        return reduce(torch.logaddexp, (kernel.exact_lse(rows, bias) for kernel in self._kernels))
+
     def at(self, points: Any) -> "SumKernel":
         return SumKernel(*(_checks.point_kernel(kernel, PointKernel).at(points) for kernel in self._kernels))
 
@@ -126,6 +158,9 @@ class ScaledKernel(PointKernel):
     def attend(self, bias: Tensor, value: Tensor | None = None) -> Attended:
         out, lse = self._kernel.attend(bias, value)
         return Attended(out, lse + torch.log(self._factor)[..., None])
+
+    def exact_lse(self, rows: Tensor, bias: Tensor) -> Tensor:
+        return self._kernel.exact_lse(rows, bias) + torch.log(self._factor.detach().double())[..., None]
 
     def at(self, points: Any) -> "ScaledKernel":
         return ScaledKernel(_checks.point_kernel(self._kernel, PointKernel).at(points), self._factor)

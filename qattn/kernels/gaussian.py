@@ -8,7 +8,11 @@ from torch import Tensor
 from qattn import _checks
 from qattn.attended import Attended
 from qattn.attention import attend
+from qattn.attention.api import attend_by
+from qattn.attention.backend import Engine
 from qattn.kernels.base import PointKernel
+from qattn.kernels.fourier import FourierError
+from qattn.kernels.methods import Methods
 
 __all__ = ["GaussianKernel"]
 
@@ -19,27 +23,50 @@ class GaussianKernel(PointKernel):
     Args:
         points: Positions x of shape (*batch, N, d), a tensor or an array. Integers are converted.
         sigma: The bandwidth σ > 0: a number, or H numbers, which give a head axis before N.
-        method: "exact" computes all pairs.
-        tol: The largest error of lse that is acceptable of an attention backend.
-        backend: Which backend attends; see `qattn.backends()`.
+        method: "exact" computes all pairs; "tiles" those that are near enough to matter, at any bandwidth and best at
+            small ones, up to three or four dimensions; "fourier" goes by non-uniform FFTs, best at large bandwidths, up
+            to three dimensions. "auto" takes the cheapest, for each head; `print(kernel)` tells why.
+        tol: The largest error of lse that is acceptable; see `error`.
+        backend: Which attention backend "exact" or "tiles" uses; see `qattn.backends()`.
 
     Example:
         >>> kernel = GaussianKernel(torch.randn(100, 3), sigma=[0.1, 0.2])
         >>> kernel.shape
         torch.Size([2, 100, 100])
+        >>> print(GaussianKernel(torch.randn(100, 3), sigma=0.1))
+        GaussianKernel((100, 3), sigma=0.1, method='exact')
+          exact  all 1.0e+04 pairs, too few to think about   ← taken
     """
 
     def __init__(
-        self, points: Any, sigma: Any, *, method: str = "exact", tol: float = 1e-3, backend: str = "auto"
+        self, points: Any, sigma: Any, *, method: str = "auto", tol: float = 1e-3, backend: str = "auto"
     ) -> None:
+        _checks.positive("`tol`", tol)
         self._points = self._targets = _checks.points("points", points)
         self._sigma = _checks.bandwidth(sigma, self._points)
-        _checks.one_of("method", method, ("exact",))
         self._method, self._tol, self._backend = method, tol, backend
+        self._methods = self._make_methods()
+
+    def _make_methods(self) -> Methods:
+        return Methods(self._targets, self._points, self._sigma, self._method, self._tol, self._backend)
+
+    def __getstate__(self) -> dict[str, Any]:  # what is prepared stays behind: plans cannot be pickled
+        return {name: value for name, value in self.__dict__.items() if name != "_methods"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._methods = self._make_methods()
 
     def __repr__(self) -> str:
         sigma = f"{float(self._sigma):g}" if self._sigma.ndim == 0 else f"{len(self._sigma)} bandwidths"
-        return f"GaussianKernel({tuple(self._points.shape)}, sigma={sigma}, method={self._method!r})"
+        methods = ", ".join(dict.fromkeys(choice.method for choice in self._methods.choices))
+        return f"GaussianKernel({tuple(self._points.shape)}, sigma={sigma}, method={methods!r})"
+
+    def __str__(self) -> str:
+        lines = [repr(self)]
+        for sigma, choice in zip(self._sigma.reshape(-1).tolist(), self._methods.choices, strict=True):
+            lines += [f"  sigma = {sigma:g}"] * self._sigma.ndim + [str(choice)]
+        return "\n".join(lines)
 
     @property
     def points(self) -> Tensor:
@@ -52,38 +79,118 @@ class GaussianKernel(PointKernel):
         return self._sigma
 
     @property
+    def method(self) -> str | tuple[str, ...]:
+        """The method in use: a word, or one for each head."""
+        methods = tuple(choice.method for choice in self._methods.choices)
+        return methods[0] if self._sigma.ndim == 0 else methods
+
+    @property
+    def tol(self) -> float:
+        """The largest error of lse that is acceptable."""
+        return self._tol
+
+    @property
     def shape(self) -> torch.Size:
         batch = torch.broadcast_shapes(self._targets.shape[:-2], self._points.shape[:-2])
         return torch.Size((*batch, *self._sigma.shape, self._targets.shape[-2], self._points.shape[-2]))
 
     @property
+    def _is_self(self) -> bool:
+        return self._targets is self._points
+
+    @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return self._points, self._targets, self._sigma
+        return (self._points, self._sigma) if self._is_self else (self._points, self._sigma, self._targets)
 
     def replace(self, *tensors: Tensor) -> "GaussianKernel":
         kernel = object.__new__(GaussianKernel)
         kernel.__dict__.update(self.__dict__)
-        kernel._points, kernel._targets, kernel._sigma = tensors
+        kernel._points, kernel._sigma = tensors[:2]
+        kernel._targets = kernel._points if self._is_self else tensors[2]
+        if (kernel.device, kernel._points.dtype) != (self.device, self._points.dtype):
+            kernel._methods = kernel._make_methods()
         return kernel
 
     def at(self, points: Any) -> "GaussianKernel":
         targets = _checks.points("points", points).to(self._points)
         _checks.same_dimension(targets, self._points)
-        return self.replace(self._points, targets, self._sigma)
+        kernel = object.__new__(GaussianKernel)
+        kernel.__dict__.update(self.__dict__)
+        kernel._targets = targets
+        kernel._methods = kernel._make_methods()
+        return kernel
 
     def attend(self, bias: Tensor, value: Tensor | None = None) -> Attended:
-        return attend(
-            self._scaled(self._targets),
-            self._scaled(self._points),
-            value,
-            bias=bias,
-            tol=self._tol,
-            backend=self._backend,
-        )
+        while True:
+            try:
+                return self._attend(bias, value)
+            except FourierError as error:
+                if not self._methods.give_up(error):
+                    raise
 
-    def _scaled(self, points: Tensor) -> Tensor:
-        """x / σ in the dtype of the logarithms, with the head axis if there is one."""
-        points = points.to(self.dtype)
-        if self._sigma.ndim == 0:
-            return points / self._sigma
-        return points[..., None, :, :] / self._sigma[:, None, None]  # (*batch, H, N, d)
+    def _attend(self, bias: Tensor, value: Tensor | None) -> Attended:
+        groups = self._methods.groups
+        if len(groups) == 1:
+            return self._attend_by(groups[0][1], self._sigma, bias, value)
+        bias = bias.expand(*self.shape[:-2], -1)  # (*batch, H, M)
+        if value is not None:
+            value = value.expand(*torch.broadcast_shapes(value.shape[:-2], self.shape[:-2]), -1, -1)
+        parts = []
+        for heads, engine in groups:
+            assert heads is not None
+            values = None if value is None else value.index_select(-3, heads)
+            parts.append(self._attend_by(engine, self._sigma[heads], bias.index_select(-2, heads), values))
+        back = torch.argsort(torch.cat([heads for heads, _ in groups if heads is not None]))
+        lse = torch.cat([part.lse for part in parts], dim=-2).index_select(-2, back)
+        if value is None:
+            return Attended(None, lse)
+        return Attended(torch.cat([part.out for part in parts], dim=-3).index_select(-3, back), lse)  # type: ignore[misc]
+
+    def _attend_by(self, engine: Engine | None, sigma: Tensor, bias: Tensor, value: Tensor | None) -> Attended:
+        """By an engine, which has been prepared for the batch of the kernel; by an attention backend if None."""
+        query, key = (_scaled(x.to(self.dtype), sigma) for x in (self._targets, self._points))
+        if engine is None:
+            return attend(query, key, value, bias=bias, tol=self._tol, backend=self._backend)
+        batch = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
+        _checks.bias_of_kernel(bias, batch)
+        folded = None if value is None else _fold(value, batch)
+        out, lse = attend_by(
+            lambda _: engine, query.expand(*batch, -1, -1), key.expand(*batch, -1, -1), folded, bias=bias, tol=self._tol
+        )
+        return Attended(None if out is None or value is None else _unfold(out, value, batch), lse)
+
+    def exact_lse(self, rows: Tensor, bias: Tensor) -> Tensor:
+        sigma = self._sigma.detach().double()
+        targets, points = (x.detach().double() for x in (self._targets[..., rows, :], self._points))
+        return attend(_scaled(targets, sigma), _scaled(points, sigma), bias=bias.detach().double()).lse
+
+
+def _scaled(points: Tensor, sigma: Tensor) -> Tensor:
+    """x / σ, with a head axis if σ has one."""
+    if sigma.ndim == 0:
+        return points / sigma
+    return points[..., None, :, :] / sigma[:, None, None]  # (*batch, H, N, d)
+
+
+def _extra_axes(value: Tensor, batch: torch.Size) -> tuple[torch.Size, list[int], list[int]]:
+    """The batch of kernel and value together, its axes that the kernel has, and those that only the value has."""
+    whole = torch.broadcast_shapes(value.shape[:-2], batch)
+    own = (1,) * (len(whole) - len(batch)) + tuple(batch)
+    extra = [axis for axis in range(len(whole)) if own[axis] == 1 and whole[axis] != 1]
+    return whole, [axis for axis in range(len(whole)) if axis not in extra], extra
+
+
+def _fold(value: Tensor, batch: torch.Size) -> Tensor:
+    """Values (*whole, M, C) with the axes that the kernel lacks among the channels: (*batch, M, …)."""
+    whole, kept, extra = _extra_axes(value, batch)
+    axes = [*kept, len(whole), *extra, len(whole) + 1]
+    return value.expand(*whole, -1, -1).permute(axes).reshape(*batch, value.shape[-2], -1)
+
+
+def _unfold(out: Tensor, value: Tensor, batch: torch.Size) -> Tensor:
+    """Back from (*batch, N, …) to (*whole, N, C)."""
+    whole, kept, extra = _extra_axes(value, batch)
+    N, C = out.shape[-2], value.shape[-1]
+    out = out.reshape(*(whole[a] for a in kept), N, *(whole[a] for a in extra), C)
+    axes = [*kept, len(whole), *extra, len(whole) + 1]
+    return out.permute(*(axes.index(a) for a in range(len(axes))))

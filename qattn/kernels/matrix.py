@@ -56,3 +56,6 @@ class MatrixKernel(Kernel):
         weights = weights / torch.where(total == 0, 1, total)[..., None]
         with torch.autocast(self.device.type, enabled=False):
             return Attended(weights.to(value.dtype) @ value, lse)
+
+    def exact_lse(self, rows: Tensor, bias: Tensor) -> Tensor:
+        return torch.logsumexp(self._log.detach()[..., rows, :].double() + bias.detach().double()[..., None, :], dim=-1)

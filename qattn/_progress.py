@@ -1,0 +1,43 @@
+"""A bar for long work, where someone is looking."""
+
+import sys
+import time
+from typing import Any
+
+__all__ = ["Progress"]
+
+_PATIENCE = 2.0  # seconds
+
+
+class Progress:
+    """Counts passes, in sight once they have taken two seconds; never where stderr is no terminal.
+
+    Example:
+        >>> with Progress("Sinkhorn") as progress:
+        ...     progress.advance(error="1e-3")
+    """
+
+    def __init__(self, name: str, total: int | None = None) -> None:
+        self._name, self._total = name, total
+        self._start, self._count = time.monotonic(), 0
+        self._bar: Any = None
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def advance(self, **figures: str) -> None:
+        """One more pass, with figures to show beside it."""
+        self._count += 1
+        if self._bar is None:
+            if time.monotonic() - self._start < _PATIENCE or not sys.stderr.isatty():
+                return
+            from tqdm import tqdm  # here, because few ever need it
+
+            self._bar = tqdm(desc=self._name, total=self._total, unit=" passes", leave=False)
+            self._bar.update(self._count - 1)
+        self._bar.set_postfix(figures, refresh=False)
+        self._bar.update()
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()

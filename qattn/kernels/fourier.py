@@ -1,0 +1,214 @@
+r"""The method "fourier": a Gaussian is its own Fourier transform, so K v = Fᴴ ĝ F v by two non-uniform FFTs.
+
+On a box with period P, exp(−½‖x − y‖²) = Σ_k ĝ_k e^{ik·(x − y)} with ĝ_k = Π_c √(2π)/P_c · exp(−½k_c²) over k ∈ 2πℤ/P.
+F is a transform of type 1, from points to modes, and Fᴴ one of type 2, back; the product is symmetric and positive
+definite as K is. Two real channels ride in one complex transform.
+
+Its error is absolute: a small fraction of all weights together, in every row. Rows that sum to little need more
+accuracy, and only the result tells how much. So each pass compares its lowest rows with exact ones, and is done again
+with more modes and digits while they differ by more than the tolerance.
+"""
+
+import math
+import threading
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qattn.attended import Attended
+from qattn.attention import attend
+from qattn.attention.backend import Engine
+from qattn.attention.inputs import Inputs
+
+__all__ = ["Fourier", "FourierError", "modes", "most_modes"]
+
+DIMENSIONS = 3
+_FIRST = 0.01  # of the tolerance: the absolute error to begin with
+_TIGHTER = 1 / 30
+_LAST = 1e-15
+_ROWS = 64  # compared with exact ones, half of them the lowest
+_TRANSFORMS = 8  # at a time, each on a grid of its own
+_SINGLE = 1e-6  # of the absolute error, above which float32 will do
+
+
+class FourierError(ValueError):
+    """The method cannot reach the tolerance for these points and weights."""
+
+
+def most_modes(points: int) -> int:
+    """The modes that memory proportional to the points allows."""
+    return max(2**22, 8 * points)
+
+
+def modes(extent: list[float], error: float) -> list[int]:
+    """How many modes each axis needs for points within `extent` bandwidths and an absolute error of K."""
+    reach = math.sqrt(2 * math.log(1 / error))  # K and ĝ are below the error beyond it
+    return [2 * math.ceil((side + reach) * reach / (2 * math.pi)) + 1 for side in extent]
+
+
+def first_error(tol: float) -> float:
+    """The absolute error that a tolerance begins with."""
+    return _FIRST * tol
+
+
+class _Product:
+    """K v between two clouds (N, D) and (M, D), to an absolute error; its plans are kept."""
+
+    def __init__(self, query: Tensor, key: Tensor, error: float) -> None:
+        self.error = error
+        low = torch.minimum(query.amin(0), key.amin(0)).double()
+        high = torch.maximum(query.amax(0), key.amax(0)).double()
+        reach = math.sqrt(2 * math.log(1 / error))
+        self.shape = tuple(modes((high - low).tolist(), error))
+        limit = most_modes(len(query) + len(key))
+        if math.prod(self.shape) > limit:
+            raise FourierError(
+                f'`method="fourier"` would need {" × ".join(map(str, self.shape))} modes for these points, more than '
+                f'{limit:.1e}, at an error of {error:.0e} of all weights. Take `method="tiles"` or "auto".'
+            )
+        self.dtype = torch.float32 if error >= _SINGLE else torch.float64
+        period = high - low + reach
+        middle = (low + high) / 2
+        self._query, self._key = (
+            [c.contiguous().to(self.dtype) for c in ((x - middle) * (2 * math.pi / period)).unbind(-1)]
+            for x in (query, key)
+        )
+        self.weights = torch.ones((), dtype=torch.float64, device=query.device)
+        for side, count in zip(period.tolist(), self.shape, strict=True):
+            k = 2 * math.pi / side * torch.arange(-(count // 2), count // 2 + 1, device=query.device)
+            self.weights = self.weights[..., None] * (math.sqrt(2 * math.pi) / side * torch.exp(-0.5 * k.double() ** 2))
+        self.weights = self.weights.to(self.dtype)
+        self._plans: dict[tuple[int, int], Any] = {}
+        self._lock = threading.Lock()  # a plan works in memory of its own
+
+    def _plan(self, kind: int, transforms: int) -> Any:
+        """The plan of a kind, 1 from points to modes and 2 back, for some transforms at once."""
+        if (kind, transforms) not in self._plans:
+            points = self._key if kind == 1 else self._query
+            sign = -1 if kind == 1 else 1
+            dtype = "complex64" if self.dtype == torch.float32 else "complex128"
+            eps = max(10 * self.error, 1e-14)
+            plan = _plan_on(points[0].device, kind, self.shape, transforms, eps, sign, dtype, len(points[0]))
+            plan.setpts(*(_array(c) for c in points))
+            self._plans[kind, transforms] = plan
+        return self._plans[kind, transforms]
+
+    def __call__(self, columns: Tensor) -> Tensor:
+        """K v for columns v (n, M), as (n, N)."""
+        n = len(columns)
+        columns = columns.to(self.dtype)
+        if n % 2:
+            columns = torch.cat([columns, torch.zeros_like(columns[:1])])
+        pairs = torch.complex(columns[0::2], columns[1::2])  # (n/2, M)
+        with self._lock:
+            results = torch.cat([self._transform(some.contiguous()) for some in pairs.split(_TRANSFORMS)])
+        return torch.stack([results.real, results.imag], dim=1).flatten(0, 1)[:n]
+
+    def _transform(self, pairs: Tensor) -> Tensor:
+        count = len(pairs)
+        data = _array(pairs if count > 1 else pairs[0])
+        spectrum = _tensor(self._plan(1, count).execute(data)).mul_(self.weights)
+        return _tensor(self._plan(2, count).execute(_array(spectrum))).reshape(count, -1)
+
+
+def _plan_on(
+    device: torch.device, kind: int, shape: tuple[int, ...], transforms: int, eps: float, sign: int, dtype: str, N: int
+) -> Any:
+    """A plan of finufft, or of cufinufft for points on CUDA."""
+    if device.type == "cuda":
+        from cufinufft import Plan
+
+        return Plan(kind, shape, transforms, eps, sign, dtype=dtype, gpu_device_id=device.index or 0)
+    from finufft import Plan
+
+    # With many modes the transform of the finer grid is what takes time, with few the spreading to it.
+    finer = 1.25 if math.prod(shape) > 0.5 * N and eps > 1e-8 else 2.0
+    return Plan(kind, shape, transforms, eps, sign, dtype=dtype, nthreads=torch.get_num_threads(), upsampfac=finer)
+
+
+def _array(x: Tensor) -> Any:
+    """What a plan takes: an array on the CPU, the tensor itself on CUDA."""
+    return x.numpy() if x.device.type == "cpu" else x
+
+
+def _tensor(x: Any) -> Tensor:
+    return torch.as_tensor(x)
+
+
+class Fourier(Engine):
+    """Attention from points (B, N, D) to points (B, M, D), in units of the bandwidth; D ≤ 3.
+
+    Args:
+        query: The points that attend.
+        key: The points attended to, about the same origin; the same object for a cloud and itself.
+    """
+
+    def __init__(self, query: Tensor, key: Tensor) -> None:
+        self._query, self._key = query, key
+        self._products: dict[int, _Product] = {}
+        self._error: dict[int, float] = {}
+
+    def not_supported_reasons(self, inputs: Inputs) -> list[str]:
+        return []
+
+    @cached_property
+    def exchanged(self) -> "Fourier":
+        return self if self._query is self._key else Fourier(self._key, self._query)
+
+    def _product(self, b: int, tol: float) -> _Product:
+        error = min(self._error.get(b, 1.0), first_error(tol))
+        if b not in self._products or self._products[b].error > error:
+            self._products[b] = _Product(self._query[b], self._key[b], error)
+        return self._products[b]
+
+    def attend(self, inputs: Inputs) -> Attended:
+        outs, lses = [], []
+        for b in range(len(inputs.query)):
+            bias = inputs.key.new_zeros(inputs.key.shape[1]) if inputs.bias is None else inputs.bias[b]
+            value = None if inputs.value is None else inputs.value[b]
+            out, lse = self._attend(b, bias.to(inputs.dtype), value, inputs.tol)
+            outs.append(out)
+            lses.append(lse)
+        return Attended(None if inputs.value is None else torch.stack(outs), torch.stack(lses))  # type: ignore[arg-type]
+
+    def _attend(self, b: int, bias: Tensor, value: Tensor | None, tol: float) -> Attended:
+        """Attention of the cloud b, for bias (M,) and value (M, C)."""
+        N, top = self._query.shape[1], bias.amax()
+        if top == -torch.inf:
+            nothing = bias.new_full((N,), -torch.inf)
+            return Attended(None if value is None else value.new_zeros(N, value.shape[-1]), nothing)
+        weights = torch.exp(bias - top)
+        columns = weights[None]
+        if value is not None:
+            columns = torch.cat([columns, (value.to(bias.dtype) * weights[:, None]).T])  # (1 + C, M)
+        while True:
+            product = self._product(b, tol)
+            sums = product(columns).to(bias.dtype)
+            total = sums[0].clamp(min=float(product.error * weights.sum()))
+            if self._query is self._key:
+                total = torch.maximum(total, weights)  # what a row adds to itself
+            lse = torch.log(total) + top
+            error = self._error_of(b, bias, lse)
+            if error <= 0.5 * tol:
+                break
+            self._error[b] = product.error * _TIGHTER
+            if self._error[b] < _LAST:
+                raise FourierError(
+                    f'`method="fourier"` does not reach tol = {tol:.0e}: the lowest rows are off by {error:.0e}. '
+                    'Take `method="tiles"` or "auto".'
+                )
+        return Attended(None if value is None else (sums[1:] / total).T.to(value.dtype), lse)
+
+    def _error_of(self, b: int, bias: Tensor, lse: Tensor) -> float:
+        """The largest error of lse in the lowest rows, and some others, that are present."""
+        candidates = torch.arange(len(lse), device=lse.device)
+        if self._query is self._key:
+            candidates = candidates[bias > -torch.inf]
+        count = min(_ROWS // 2, len(candidates))
+        lowest = candidates[lse[candidates].topk(count, largest=False).indices]
+        others = candidates[:: max(1, len(candidates) // count)]
+        rows = torch.cat([lowest, others])
+        exact = attend(self._query[b, rows].to(bias.dtype), self._key[b].to(bias.dtype), bias=bias).lse
+        return float((lse[rows] - exact).abs().amax())

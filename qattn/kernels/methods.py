@@ -1,0 +1,261 @@
+"""How a Gaussian kernel is computed: each bandwidth by the cheapest method that meets the tolerance, prepared once.
+
+| method | what it computes | cost of a pass |
+|---|---|---|
+| "exact" | all pairs, by an attention backend | N M |
+| "tiles" | pairs of tiles that are near enough to matter | N · pairs in range |
+| "fourier" | Fᴴ ĝ F by two non-uniform FFTs, up to three dimensions | N + modes |
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from qattn import _checks
+from qattn.attention.backend import Engine
+from qattn.attention.native import cutoff, in_base_2
+from qattn.kernels import fourier, tiles
+from qattn.kernels.fourier import Fourier, FourierError
+from qattn.kernels.tiles import SortedCloud, Tiles
+from qattn.tiling import PART, TILE, kd_order
+
+__all__ = ["METHODS", "Choice", "Methods"]
+
+METHODS = ("exact", "tiles", "fourier")
+_FEW_PAIRS = 2**24  # for which nothing is worth a thought
+_SAMPLE = 128  # tiles whose near ones are counted
+
+
+@dataclass(frozen=True)
+class _Costs:
+    """Nanoseconds of one thread on a CPU, or of the whole of a GPU."""
+
+    pair: float  # of points
+    tile_pair: float  # of near tiles, to find them
+    point: float  # of moving it to its tile and back
+    tap: float  # of a grid point that a point is spread to, and gathered from
+    mode: float
+
+
+# The CPU's are measured (benchmarks/methods.py). No CUDA device was at hand: those are estimates from bandwidths.
+_COSTS = {
+    "cpu": _Costs(pair=0.25, tile_pair=200.0, point=40.0, tap=1.3, mode=110.0),
+    "cuda": _Costs(pair=0.002, tile_pair=20.0, point=1.0, tap=0.02, mode=0.5),
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A method, and for each of them what speaks for or against it."""
+
+    method: str
+    notes: dict[str, str]
+
+    def __str__(self) -> str:
+        width = max(map(len, self.notes))
+        return "\n".join(
+            f"  {name:{width}}  {note}{'   ← taken' if name == self.method else ''}"
+            for name, note in self.notes.items()
+        )
+
+
+class Methods:
+    """The methods of a Gaussian kernel between targets and points, one for each bandwidth.
+
+    Args:
+        targets: Positions (*batch, N, d).
+        points: Positions (*batch, M, d); the same object as the targets for a cloud and itself.
+        sigma: The bandwidth, without axes or (H,).
+        method: One of `METHODS` or "auto".
+        tol: The largest error of lse that is acceptable.
+        backend: Which attention backend; those that "tiles" does not know leave only "exact".
+    """
+
+    def __init__(self, targets: Tensor, points: Tensor, sigma: Tensor, method: str, tol: float, backend: str) -> None:
+        _checks.one_of("method", method, ("auto", *METHODS))
+        self._is_self = targets is points
+        self._given = targets.detach(), points.detach()
+        self._batch = torch.broadcast_shapes(targets.shape[:-2], points.shape[:-2])
+        self._sigma, self._method, self._tol, self._backend = sigma.detach(), method, tol, backend
+        self._engines: dict[str, Engine | None] = {}
+        self._given_up: dict[int, str] = {}  # heads for which fourier has been tried in vain, and why
+        if method in METHODS:
+            for reason in self._reasons(method):
+                raise ValueError(f'`method="{method}"` cannot be used here: {reason}.')
+
+    @cached_property
+    def _clouds(self) -> tuple[Tensor, Tensor]:
+        """Targets (*batch, N, d) and points (*batch, M, d) about the mean of the points; one object for the same."""
+        targets, points = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in self._given)
+        origin = points.mean(-2, keepdim=True)
+        points = (points - origin).expand(*self._batch, -1, -1)
+        return points if self._is_self else (targets - origin).expand(*self._batch, -1, -1), points
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """N and M."""
+        targets, points = self._given
+        return targets.shape[-2], points.shape[-2]
+
+    @property
+    def _device(self) -> torch.device:
+        return self._given[1].device
+
+    def _reasons(self, method: str) -> list[str]:
+        """Why a method cannot be used, whatever the bandwidth."""
+        device, d = self._device.type, self._given[1].shape[-1]
+        reasons = []
+        if method == "fourier":
+            if d > fourier.DIMENSIONS:
+                reasons.append(f"it takes up to {fourier.DIMENSIONS} dimensions, and these points have {d}")
+            if self._backend != "auto":
+                reasons.append(f'it uses no attention backend, and `backend="{self._backend}"` was asked for')
+        if method == "tiles" and self._backend not in ("auto", *tiles.BACKENDS):
+            reasons.append(f'it takes the backends {" and ".join(tiles.BACKENDS)}, not "{self._backend}"')
+        if method != "exact" and device not in _COSTS:
+            reasons.append(f"it takes points on cpu or cuda, and these are on {device}")
+        if method == "fourier" and device == "cuda" and find_spec("cufinufft") is None:
+            reasons.append("cufinufft is not installed: `pip install cufinufft`")
+        return reasons
+
+    @cached_property
+    def choices(self) -> list[Choice]:
+        """The choice for each bandwidth."""
+        return [self._choose(head, float(sigma)) for head, sigma in enumerate(self._sigma.reshape(-1))]
+
+    @property
+    def groups(self) -> list[tuple[Tensor | None, Engine | None]]:
+        """The heads of each method in use, None for all of them, and their engine, None for "exact"."""
+        methods = [choice.method for choice in self.choices]
+        groups: list[tuple[Tensor | None, Engine | None]] = []
+        for method in dict.fromkeys(methods):
+            heads = [head for head, name in enumerate(methods) if name == method]
+            index = None if len(heads) == len(methods) else torch.tensor(heads, device=self._device)
+            if method not in self._engines:
+                self._engines[method] = self._engine(method, index)
+            groups.append((index, self._engines[method]))
+        return groups
+
+    def give_up(self, error: FourierError) -> bool:
+        """Takes "fourier" out of what "auto" may choose, after an error that only computing has shown."""
+        if self._method != "auto":
+            return False
+        self._given_up |= {n: str(error) for n, choice in enumerate(self.choices) if choice.method == "fourier"}
+        self._engines.clear()
+        del self.choices
+        return True
+
+    def _scaled(self, sigma: Tensor) -> tuple[Tensor, Tensor]:
+        """Targets and points by σ, flattened to (B, N, d) and (B, M, d)."""
+        if sigma.ndim:
+            sigma = sigma[:, None, None]
+
+        def scaled(x: Tensor) -> Tensor:
+            x = (x[..., None, :, :] if sigma.ndim else x) / sigma
+            return x.reshape(-1, *x.shape[-2:])
+
+        targets, points = self._clouds
+        points = scaled(points)
+        return points if self._is_self else scaled(targets), points
+
+    @cached_property
+    def _orders(self) -> tuple[Tensor, Tensor]:
+        """The orders of the targets and of the points, (*batch, N) and (*batch, M)."""
+
+        def order(x: Tensor) -> Tensor:
+            return kd_order(x.reshape(-1, *x.shape[-2:]).cpu()).reshape(*self._batch, -1)
+
+        targets, points = self._clouds
+        last = order(points)
+        return last if self._is_self else order(targets), last
+
+    def _sorted(self, sigma: Tensor) -> tuple[SortedCloud, SortedCloud]:
+        """Targets and points by σ, in tiles."""
+
+        def cloud(points: Tensor, order: Tensor) -> SortedCloud:
+            if sigma.ndim:
+                order = order[..., None, :].expand(*self._batch, len(sigma), -1)
+            return SortedCloud(points, order.reshape(-1, order.shape[-1]))
+
+        targets, points = self._scaled(sigma)
+        last = cloud(points, self._orders[1])
+        return last if self._is_self else cloud(targets, self._orders[0]), last
+
+    def _engine(self, method: str, heads: Tensor | None) -> Engine | None:
+        sigma = self._sigma if heads is None else self._sigma[heads]
+        if method == "exact":
+            return None
+        if method == "tiles":
+            return Tiles(*self._sorted(sigma), self._backend)
+        return Fourier(*self._scaled(sigma))
+
+    def _choose(self, head: int, sigma: float) -> Choice:
+        """The cheapest method for a bandwidth."""
+        if self._method != "auto":
+            return Choice(self._method, {self._method: "as asked for"})
+        N, M = self.size
+        clouds = self._batch.numel()
+        if N * M * clouds <= _FEW_PAIRS:
+            return Choice("exact", {"exact": f"all {N * M * clouds:.1e} pairs, too few to think about"})
+        costs = _COSTS.get(self._device.type, _COSTS["cpu"])
+        threads = torch.get_num_threads() if self._device.type == "cpu" else 1
+        seconds = {"exact": 1e-9 * costs.pair * N * M * clouds / threads}
+        notes = {"exact": f"all {N * M * clouds:.1e} pairs, {_about(seconds['exact'])}"}
+        reasons = {name: self._reasons(name) for name in ("fourier", "tiles")}
+        if head in self._given_up:
+            reasons["fourier"].append(self._given_up[head])
+
+        if not reasons["fourier"]:
+            extent = (self._extent / sigma).tolist()
+            error = fourier.first_error(self._tol)
+            shape = fourier.modes(extent, error)
+            count, limit = math.prod(shape), fourier.most_modes(N + M)
+            if count > limit:
+                reasons["fourier"].append(f"{count:.1e} modes, more than {limit:.1e}")
+            else:
+                taps = max(2, round(-math.log10(10 * error)) + 1) ** len(shape)
+                cost = clouds * (costs.tap * taps * 0.5 * (N + M) + costs.mode * count)
+                seconds["fourier"] = 1e-9 * cost / threads
+                notes["fourier"] = f"{' × '.join(map(str, shape))} modes, {_about(seconds['fourier'])}"
+
+        if not reasons["tiles"]:
+            # No cloud in a box has fewer pairs in reach than an even one, which may settle it without sorting.
+            reach = math.sqrt(2 * math.log(1 / self._tol))
+            volume = math.prod(max(1.0, side / sigma / reach) for side in self._extent.tolist())
+            least = 1e-9 * costs.pair * N * M * clouds / volume / threads
+            if least > 2 * min(seconds.values()):
+                notes["tiles"] = f"at least {_about(least)}: too many pairs in reach"
+            else:
+                tile_pairs, pairs = self._near(sigma)
+                cost = costs.pair * pairs + costs.tile_pair * tile_pairs + costs.point * N * clouds
+                seconds["tiles"] = 1e-9 * cost / threads
+                notes["tiles"] = f"{pairs / (N * M * clouds):.1e} of all pairs, {_about(seconds['tiles'])}"
+        notes |= {name: "; ".join(reason) for name, reason in reasons.items() if reason}
+        return Choice(min(seconds, key=seconds.__getitem__), {name: notes[name] for name in METHODS})
+
+    @cached_property
+    def _extent(self) -> Tensor:
+        """The sides of the box about all clouds, (d,)."""
+        both = torch.cat([x.reshape(-1, x.shape[-1]) for x in self._clouds])
+        return (both.amax(0) - both.amin(0)).double()
+
+    def _near(self, sigma: float) -> tuple[float, float]:
+        """How many pairs of tiles are near, and of points in near parts of them: from a sample, for equal biases."""
+        from qattn.attention._near import count_near  # here, because importing Numba takes a while
+
+        dtype = self._clouds[1].dtype
+        targets, points = (cloud.tiling(dtype) for cloud in self._sorted(torch.tensor(sigma)))
+        bias = torch.zeros(points.clouds, points.size, dtype=dtype)
+        limit = cutoff(targets, points, in_base_2(points, bias)[0], self._tol)
+        total = targets.clouds * targets.tiles
+        sample = torch.linspace(0, total - 1, min(_SAMPLE, total)).round().long()
+        tiles, parts = count_near(sample.numpy(), limit, TILE // PART)
+        return tiles * total / len(sample), parts * PART**2 * total / len(sample)
+
+
+def _about(seconds: float) -> str:
+    return f"about {seconds:.2g} s a pass"
