@@ -33,7 +33,7 @@ class Progress:
                 return
             from tqdm import tqdm  # here, because few ever need it
 
-            self._bar = tqdm(desc=self._name, total=self._total, unit=" passes", leave=False)
+            self._bar = tqdm(desc=self._name, total=self._total, unit=" passes", leave=False, mininterval=0)
             self._bar.update(self._count - 1)
         self._bar.set_postfix(figures, refresh=False)
         self._bar.update()

@@ -32,6 +32,32 @@ def test_a_training_step_of_20_000_points_stays_under_a_gigabyte():
     assert float(run.stdout) < 1000
 
 
+MANY = """
+import resource, sys, torch, qattn
+method, sigma = sys.argv[1], float(sys.argv[2])
+
+def step(n):
+    points = torch.nn.functional.normalize(torch.randn(n, 3), dim=-1)
+    q = qattn.diffusion(points, sigma, method=method, signal=torch.randn(n, 8))
+    assert q.applied.isfinite().all() and q.error(rows=16) <= 1e-3
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+step(2000)
+before = peak()
+step(300_000)
+print(peak() - before)
+"""
+
+
+@pytest.mark.parametrize(("method", "sigma"), [("tiles", 0.01), ("fourier", 0.2)])
+def test_300_000_points_by_tiles_and_fourier(method, sigma):
+    """Less than a kilobyte a point: a graph of 100 neighbours with weights would alone take 1.2."""
+    run = subprocess.run([sys.executable, "-c", MANY, method, str(sigma)], capture_output=True, text=True, check=True)
+    assert float(run.stdout) < 300
+
+
 SCRIPT = """
 import resource, sys, torch, qattn
 backend, n, wants_gradient = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "True"

@@ -35,7 +35,7 @@ class Kernel(ABC):
 
     @abstractmethod
     def replace(self, *tensors: Tensor) -> "Kernel":
-        """The same kernel made of other `tensors`: on another device, or aliases for a gradient."""
+        """The same kernel made of equal `tensors`: on another device, in another dtype, or aliases for a gradient."""
 
     @abstractmethod
     def attend(self, bias: Tensor, value: Tensor | None = None) -> Attended:

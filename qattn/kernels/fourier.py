@@ -77,8 +77,8 @@ class _Product:
         )
         self.weights = torch.ones((), dtype=torch.float64, device=query.device)
         for side, count in zip(period.tolist(), self.shape, strict=True):
-            k = 2 * math.pi / side * torch.arange(-(count // 2), count // 2 + 1, device=query.device)
-            self.weights = self.weights[..., None] * (math.sqrt(2 * math.pi) / side * torch.exp(-0.5 * k.double() ** 2))
+            k = 2 * math.pi / side * torch.arange(-(count // 2), count // 2 + 1, device=query.device).double()
+            self.weights = self.weights[..., None] * (math.sqrt(2 * math.pi) / side * torch.exp(-0.5 * k**2))
         self.weights = self.weights.to(self.dtype)
         self._plans: dict[tuple[int, int], Any] = {}
         self._lock = threading.Lock()  # a plan works in memory of its own
@@ -109,8 +109,8 @@ class _Product:
     def _transform(self, pairs: Tensor) -> Tensor:
         count = len(pairs)
         data = _array(pairs if count > 1 else pairs[0])
-        spectrum = _tensor(self._plan(1, count).execute(data)).mul_(self.weights)
-        return _tensor(self._plan(2, count).execute(_array(spectrum))).reshape(count, -1)
+        spectrum = torch.as_tensor(self._plan(1, count).execute(data)).mul_(self.weights)
+        return torch.as_tensor(self._plan(2, count).execute(_array(spectrum))).reshape(count, -1)
 
 
 def _plan_on(
@@ -120,7 +120,17 @@ def _plan_on(
     if device.type == "cuda":
         from cufinufft import Plan
 
-        return Plan(kind, shape, transforms, eps, sign, dtype=dtype, gpu_device_id=device.index or 0)
+        stream = torch.cuda.current_stream(device)
+        return Plan(
+            kind,
+            shape,
+            transforms,
+            eps,
+            sign,
+            dtype=dtype,
+            gpu_device_id=stream.device.index,
+            gpu_stream=stream.cuda_stream,
+        )
     from finufft import Plan
 
     # With many modes the transform of the finer grid is what takes time, with few the spreading to it.
@@ -131,10 +141,6 @@ def _plan_on(
 def _array(x: Tensor) -> Any:
     """What a plan takes: an array on the CPU, the tensor itself on CUDA."""
     return x.numpy() if x.device.type == "cpu" else x
-
-
-def _tensor(x: Any) -> Tensor:
-    return torch.as_tensor(x)
 
 
 class Fourier(Engine):

@@ -1,0 +1,100 @@
+"""Long work shows where it is, to those who look, and can be stopped."""
+
+import io
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from cases import sphere
+
+from qattn import _progress, diffusion
+from qattn.kernels import GaussianKernel
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def terminal_of(monkeypatch):
+    """In the test itself: pytest sets its own stream again after the fixtures."""
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    return stream
+
+
+def test_a_long_solve_shows_its_passes_and_error(monkeypatch):
+    terminal = terminal_of(monkeypatch)
+    monkeypatch.setattr(_progress, "_PATIENCE", 0.0)
+    q = diffusion(sphere(300), 0.3, tol=1e-6)
+    assert "Sinkhorn" in terminal.getvalue()
+    assert "error=" in terminal.getvalue()
+    q.power(5, torch.randn(300).double())
+    assert "Diffusion" in terminal.getvalue()
+    assert "/5" in terminal.getvalue()
+
+
+def test_a_short_one_shows_nothing(monkeypatch):
+    terminal = terminal_of(monkeypatch)
+    diffusion(sphere(300), 0.3)
+    assert terminal.getvalue() == ""
+
+
+def test_nothing_is_shown_where_nobody_looks(monkeypatch):
+    stream = io.StringIO()
+    monkeypatch.setattr(_progress, "_PATIENCE", 0.0)
+    monkeypatch.setattr(sys, "stderr", stream)
+    diffusion(sphere(300), 0.3)
+    assert stream.getvalue() == ""
+
+
+def test_the_bar_is_closed_when_a_solve_is_stopped(monkeypatch):
+    terminal = terminal_of(monkeypatch)
+    monkeypatch.setattr(_progress, "_PATIENCE", 0.0)
+    kernel = GaussianKernel(sphere(300), 0.3)
+    attend, passes = kernel.attend, []
+
+    def interrupted(bias, value=None):
+        passes.append(1)
+        if len(passes) == 3:
+            raise KeyboardInterrupt
+        return attend(bias, value)
+
+    monkeypatch.setattr(kernel, "attend", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        diffusion(kernel)
+    assert terminal.getvalue().rstrip(" ").endswith("\r")  # the line is wiped
+    assert diffusion(kernel).converged
+
+
+SCRIPT = """
+import threading, torch, qattn
+points = torch.randn(100_000, 3)
+qattn.diffusion(points, SIGMA, method="METHOD")
+print("ready", flush=True)
+try:
+    while True:
+        qattn.diffusion(points, SIGMA, method="METHOD", tol=1e-5)
+except KeyboardInterrupt:
+    print("stopped", threading.active_count())
+    q = qattn.diffusion(points[:5000], 0.3, method="METHOD")
+    print("works", bool(q.converged))
+"""
+
+
+@pytest.mark.parametrize("method", ["exact", "tiles", "fourier"])
+def test_control_c(method):
+    """It stops within seconds, leaves no thread behind, and the next solve works."""
+    script = SCRIPT.replace("METHOD", method).replace("SIGMA", "0.5" if method == "fourier" else "0.05")
+    if method == "exact":
+        script = script.replace("100_000", "10_000")
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(0.7)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert output.split() == ["stopped", "1", "works", "True"]
+    assert process.returncode == 0
