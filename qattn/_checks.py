@@ -105,7 +105,9 @@ def attention_arguments(
     if not tol > 0:
         raise ValueError(f"`tol` should be positive, the error of lse that is acceptable; got {tol}.")
     _finite("query", query, "Drop those rows first.")
-    _finite("key", key, "Drop those rows, or leave them out with a bias of −inf after setting their coordinates to 0.")
+    if key is not query:
+        remedy = "Drop those rows, or leave them out with a bias of −inf after setting their coordinates to 0."
+        _finite("key", key, remedy)
     if bias is not None and not (bias < torch.inf).all():  # false for NaN too
         raise ValueError("`bias` should be finite, or −inf where a key is absent; some of its numbers are NaN or +inf.")
     return batch

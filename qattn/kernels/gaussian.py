@@ -148,15 +148,16 @@ class GaussianKernel(PointKernel):
 
     def _attend_by(self, engine: Engine | None, sigma: Tensor, bias: Tensor, value: Tensor | None) -> Attended:
         """By an engine, which has been prepared for the batch of the kernel; by an attention backend if None."""
-        query, key = (_scaled(x.to(self.dtype), sigma) for x in (self._targets, self._points))
+        key = _scaled(self._points.to(self.dtype), sigma)
+        query = key if self._is_self else _scaled(self._targets.to(self.dtype), sigma)
         if engine is None:
             return attend(query, key, value, bias=bias, tol=self._tol, backend=self._backend)
         batch = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
         _checks.bias_of_kernel(bias, batch)
+        if not self._is_self:
+            query, key = (x.expand(*batch, -1, -1) for x in (query, key))
         folded = None if value is None else _fold(value, batch)
-        out, lse = attend_by(
-            lambda _: engine, query.expand(*batch, -1, -1), key.expand(*batch, -1, -1), folded, bias=bias, tol=self._tol
-        )
+        out, lse = attend_by(lambda _: engine, query, key, folded, bias=bias, tol=self._tol)
         return Attended(None if out is None or value is None else _unfold(out, value, batch), lse)
 
     def exact_lse(self, rows: Tensor, bias: Tensor) -> Tensor:

@@ -82,6 +82,7 @@ class Methods:
         self._batch = torch.broadcast_shapes(targets.shape[:-2], points.shape[:-2])
         self._sigma, self._method, self._tol, self._backend = sigma.detach(), method, tol, backend
         self._engines: dict[str, Engine | None] = {}
+        self._counted: tuple[SortedCloud, SortedCloud] | None = None  # the last whose near tiles were counted
         self._given_up: dict[int, str] = {}  # heads for which fourier has been tried in vain, and why
         if method in METHODS:
             for reason in self._reasons(method):
@@ -190,7 +191,8 @@ class Methods:
         if method == "exact":
             return None
         if method == "tiles":
-            return Tiles(*self._sorted(sigma), self._backend)
+            clouds = self._counted if sigma.ndim == 0 and self._counted else self._sorted(sigma)
+            return Tiles(*clouds, self._backend)
         return Fourier(*self._scaled(sigma))
 
     def _choose(self, head: int, sigma: float) -> Choice:
@@ -248,7 +250,8 @@ class Methods:
         from qattn.attention._near import count_near  # here, because importing Numba takes a while
 
         dtype = self._clouds[1].dtype
-        targets, points = (cloud.tiling(dtype) for cloud in self._sorted(torch.tensor(sigma)))
+        self._counted = self._sorted(torch.tensor(sigma))
+        targets, points = (cloud.tiling(dtype) for cloud in self._counted)
         bias = torch.zeros(points.clouds, points.size, dtype=dtype)
         limit = cutoff(targets, points, in_base_2(points, bias)[0], self._tol)
         total = targets.clouds * targets.tiles
