@@ -4,9 +4,9 @@ On a box with period P, exp(−½‖x − y‖²) = Σ_k ĝ_k e^{ik·(x − y)} 
 F is a transform of type 1, from points to modes, and Fᴴ one of type 2, back; the product is symmetric and positive
 definite as K is. Two real channels ride in one complex transform.
 
-Its error is absolute: a small fraction of all weights together, in every row. Rows that sum to little need more
-accuracy, and only the result tells how much. So each pass compares its lowest rows with exact ones, and is done again
-with more modes and digits while they differ by more than the tolerance.
+Its error is absolute, about a fraction δ of ‖w‖₂ in every row for weights w, so rows that sum to little need a smaller
+δ. It is chosen from the least of a few exact rows; then each pass compares its own lowest rows with exact ones, and is
+done again with more modes and digits while they differ by more than the tolerance.
 """
 
 import math
@@ -22,15 +22,16 @@ from qattn.attention import attend
 from qattn.attention.backend import Engine
 from qattn.attention.inputs import Inputs
 
-__all__ = ["Fourier", "FourierError", "modes", "most_modes"]
+__all__ = ["SINGLE", "Fourier", "FourierError", "first_error", "modes", "most_modes"]
 
 DIMENSIONS = 3
-_FIRST = 0.01  # of the tolerance: the absolute error to begin with
+_MOST = 0.01  # of the tolerance: the largest δ
+_SAFETY = 0.125  # of the δ that would just do
 _TIGHTER = 1 / 30
 _LAST = 1e-15
-_ROWS = 64  # compared with exact ones, half of them the lowest
+_ROWS = 64  # that are compared with exact ones, and as many of the lowest
 _TRANSFORMS = 8  # at a time, each on a grid of its own
-_SINGLE = 1e-6  # of the absolute error, above which float32 will do
+SINGLE = 2e-6  # the δ from which on float32 will do
 
 
 class FourierError(ValueError):
@@ -43,18 +44,18 @@ def most_modes(points: int) -> int:
 
 
 def modes(extent: list[float], error: float) -> list[int]:
-    """How many modes each axis needs for points within `extent` bandwidths and an absolute error of K."""
+    """How many modes each axis needs for points within `extent` bandwidths and an error δ."""
     reach = math.sqrt(2 * math.log(1 / error))  # K and ĝ are below the error beyond it
     return [2 * math.ceil((side + reach) * reach / (2 * math.pi)) + 1 for side in extent]
 
 
-def first_error(tol: float) -> float:
-    """The absolute error that a tolerance begins with."""
-    return _FIRST * tol
+def first_error(tol: float, least: float, norm: float) -> float:
+    """The δ to begin with, for rows that sum to at `least` so much and weights of a norm ‖w‖₂."""
+    return max(_LAST, min(_MOST * tol, _SAFETY * tol * least / norm))
 
 
 class _Product:
-    """K v between two clouds (N, D) and (M, D), to an absolute error; its plans are kept."""
+    """K v between two clouds (N, D) and (M, D), to an error δ; its plans are kept."""
 
     def __init__(self, query: Tensor, key: Tensor, error: float) -> None:
         self.error = error
@@ -68,7 +69,7 @@ class _Product:
                 f'`method="fourier"` would need {" × ".join(map(str, self.shape))} modes for these points, more than '
                 f'{limit:.1e}, at an error of {error:.0e} of all weights. Take `method="tiles"` or "auto".'
             )
-        self.dtype = torch.float32 if error >= _SINGLE else torch.float64
+        self.dtype = torch.float32 if error >= SINGLE else torch.float64
         period = high - low + reach
         middle = (low + high) / 2
         self._query, self._key = (
@@ -154,7 +155,6 @@ class Fourier(Engine):
     def __init__(self, query: Tensor, key: Tensor) -> None:
         self._query, self._key = query, key
         self._products: dict[int, _Product] = {}
-        self._error: dict[int, float] = {}
 
     def not_supported_reasons(self, inputs: Inputs) -> list[str]:
         return []
@@ -163,8 +163,8 @@ class Fourier(Engine):
     def exchanged(self) -> "Fourier":
         return self if self._query is self._key else Fourier(self._key, self._query)
 
-    def _product(self, b: int, tol: float) -> _Product:
-        error = min(self._error.get(b, 1.0), first_error(tol))
+    def _product(self, b: int, error: float) -> _Product:
+        """The product of the cloud b to an error δ, or a smaller one that has been made before."""
         if b not in self._products or self._products[b].error > error:
             self._products[b] = _Product(self._query[b], self._key[b], error)
         return self._products[b]
@@ -189,32 +189,42 @@ class Fourier(Engine):
         columns = weights[None]
         if value is not None:
             columns = torch.cat([columns, (value.to(bias.dtype) * weights[:, None]).T])  # (1 + C, M)
+        rows = self._some_rows(bias)
+        exact = self._exact(b, rows, bias)
+        error = first_error(tol, float(torch.exp(exact.amin() - top)), float(weights.norm()))
         while True:
-            product = self._product(b, tol)
+            product = self._product(b, error)
             sums = product(columns).to(bias.dtype)
             total = sums[0].clamp(min=float(product.error * weights.sum()))
             if self._query is self._key:
                 total = torch.maximum(total, weights)  # what a row adds to itself
             lse = torch.log(total) + top
-            error = self._error_of(b, bias, lse)
-            if error <= 0.5 * tol:
+            lowest = self._lowest_rows(bias, lse)
+            gaps = lse[rows] - exact, lse[lowest] - self._exact(b, lowest, bias)
+            gap = float(torch.cat(gaps).abs().amax())
+            if gap <= 0.5 * tol:
                 break
-            self._error[b] = product.error * _TIGHTER
-            if self._error[b] < _LAST:
+            error = product.error * _TIGHTER
+            if error < _LAST:
                 raise FourierError(
-                    f'`method="fourier"` does not reach tol = {tol:.0e}: the lowest rows are off by {error:.0e}. '
+                    f'`method="fourier"` does not reach tol = {tol:.0e}: the lowest rows are off by {gap:.0e}. '
                     'Take `method="tiles"` or "auto".'
                 )
         return Attended(None if value is None else (sums[1:] / total).T.to(value.dtype), lse)
 
-    def _error_of(self, b: int, bias: Tensor, lse: Tensor) -> float:
-        """The largest error of lse in the lowest rows, and some others, that are present."""
-        candidates = torch.arange(len(lse), device=lse.device)
+    def _present(self, bias: Tensor) -> Tensor:
+        """The numbers of the rows that count: for a cloud and itself, those of points that are present."""
         if self._query is self._key:
-            candidates = candidates[bias > -torch.inf]
-        count = min(_ROWS // 2, len(candidates))
-        lowest = candidates[lse[candidates].topk(count, largest=False).indices]
-        others = candidates[:: max(1, len(candidates) // count)]
-        rows = torch.cat([lowest, others])
-        exact = attend(self._query[b, rows].to(bias.dtype), self._key[b].to(bias.dtype), bias=bias).lse
-        return float((lse[rows] - exact).abs().amax())
+            return (bias > -torch.inf).nonzero()[:, 0]
+        return torch.arange(self._query.shape[1], device=bias.device)
+
+    def _some_rows(self, bias: Tensor) -> Tensor:
+        present = self._present(bias)
+        return present[:: -(-len(present) // _ROWS)]
+
+    def _lowest_rows(self, bias: Tensor, lse: Tensor) -> Tensor:
+        present = self._present(bias)
+        return present[lse[present].topk(min(_ROWS, len(present)), largest=False).indices]
+
+    def _exact(self, b: int, rows: Tensor, bias: Tensor) -> Tensor:
+        return attend(self._query[b, rows].to(bias.dtype), self._key[b].to(bias.dtype), bias=bias).lse

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from qattn import _checks
+from qattn.attention import attend
 from qattn.attention.backend import Engine
 from qattn.attention.native import cutoff, in_base_2
 from qattn.kernels import fourier, tiles
@@ -28,6 +29,7 @@ __all__ = ["METHODS", "Choice", "Methods"]
 METHODS = ("exact", "tiles", "fourier")
 _FEW_PAIRS = 2**24  # for which nothing is worth a thought
 _SAMPLE = 128  # tiles whose near ones are counted
+_ROWS = 64  # whose sums are looked at
 
 
 @dataclass(frozen=True)
@@ -36,24 +38,27 @@ class _Costs:
 
     pair: float  # of points
     tile_pair: float  # of near tiles, to find them
-    point: float  # of moving it to its tile and back
+    tiled_point: float  # to move it to its tile and back
     tap: float  # of a grid point that a point is spread to, and gathered from
     mode: float
+    fourier_point: float  # besides its taps: the rows that are checked, and channels
+    call: dict[str, float]  # whatever the size
 
 
 # The CPU's are measured (benchmarks/methods.py). No CUDA device was at hand: those are estimates from bandwidths.
 _COSTS = {
-    "cpu": _Costs(pair=0.25, tile_pair=200.0, point=40.0, tap=1.3, mode=110.0),
-    "cuda": _Costs(pair=0.002, tile_pair=20.0, point=1.0, tap=0.02, mode=0.5),
+    "cpu": _Costs(0.24, 200.0, 80.0, 1.3, 120.0, 140.0, {"tiles": 2.5e6, "fourier": 1e7}),
+    "cuda": _Costs(0.002, 20.0, 1.0, 0.02, 0.5, 1.0, {"tiles": 2e6, "fourier": 2e6}),
 }
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A method, and for each of them what speaks for or against it."""
+    """A method, and for each of them what speaks for or against it and the seconds that a pass should take."""
 
     method: str
     notes: dict[str, str]
+    seconds: dict[str, float]
 
     def __str__(self) -> str:
         width = max(map(len, self.notes))
@@ -198,52 +203,60 @@ class Methods:
     def _choose(self, head: int, sigma: float) -> Choice:
         """The cheapest method for a bandwidth."""
         if self._method != "auto":
-            return Choice(self._method, {self._method: "as asked for"})
+            return Choice(self._method, {self._method: "as asked for"}, {})
         N, M = self.size
         clouds = self._batch.numel()
-        if N * M * clouds <= _FEW_PAIRS:
-            return Choice("exact", {"exact": f"all {N * M * clouds:.1e} pairs, too few to think about"})
+        pairs = N * M * clouds
         costs = _COSTS.get(self._device.type, _COSTS["cpu"])
         threads = torch.get_num_threads() if self._device.type == "cpu" else 1
-        seconds = {"exact": 1e-9 * costs.pair * N * M * clouds / threads}
-        notes = {"exact": f"all {N * M * clouds:.1e} pairs, {_about(seconds['exact'])}"}
+        seconds = {"exact": 1e-9 * costs.pair * pairs / threads}
+        if pairs <= _FEW_PAIRS:
+            return Choice("exact", {"exact": f"all {pairs:.1e} pairs, too few to think about"}, seconds)
+        notes = {"exact": f"all {pairs:.1e} pairs, {_about(seconds['exact'])}"}
         reasons = {name: self._reasons(name) for name in ("fourier", "tiles")}
         if head in self._given_up:
             reasons["fourier"].append(self._given_up[head])
 
         if not reasons["fourier"]:
             extent = (self._extent / sigma).tolist()
-            error = fourier.first_error(self._tol)
+            error = fourier.first_error(self._tol, self._least_sum(sigma), math.sqrt(M))
             shape = fourier.modes(extent, error)
             count, limit = math.prod(shape), fourier.most_modes(N + M)
             if count > limit:
                 reasons["fourier"].append(f"{count:.1e} modes, more than {limit:.1e}")
             else:
-                taps = max(2, round(-math.log10(10 * error)) + 1) ** len(shape)
-                cost = clouds * (costs.tap * taps * 0.5 * (N + M) + costs.mode * count)
-                seconds["fourier"] = 1e-9 * cost / threads
+                taps = costs.tap * max(2, round(-math.log10(10 * error)) + 1) ** len(shape)
+                cost = (taps + costs.fourier_point) * 0.5 * (N + M) + costs.mode * count
+                cost *= clouds * (1 if error >= fourier.SINGLE else 2)
+                seconds["fourier"] = 1e-9 * (cost + costs.call["fourier"]) / threads
                 notes["fourier"] = f"{' × '.join(map(str, shape))} modes, {_about(seconds['fourier'])}"
 
         if not reasons["tiles"]:
             # No cloud in a box has fewer pairs in reach than an even one, which may settle it without sorting.
             reach = math.sqrt(2 * math.log(1 / self._tol))
             volume = math.prod(max(1.0, side / sigma / reach) for side in self._extent.tolist())
-            least = 1e-9 * costs.pair * N * M * clouds / volume / threads
+            least = 1e-9 * costs.pair * pairs / volume / threads
             if least > 2 * min(seconds.values()):
                 notes["tiles"] = f"at least {_about(least)}: too many pairs in reach"
             else:
-                tile_pairs, pairs = self._near(sigma)
-                cost = costs.pair * pairs + costs.tile_pair * tile_pairs + costs.point * N * clouds
-                seconds["tiles"] = 1e-9 * cost / threads
-                notes["tiles"] = f"{pairs / (N * M * clouds):.1e} of all pairs, {_about(seconds['tiles'])}"
+                tile_pairs, near = self._near(sigma)
+                cost = costs.pair * near + costs.tile_pair * tile_pairs + costs.tiled_point * N * clouds
+                seconds["tiles"] = 1e-9 * (cost + costs.call["tiles"]) / threads
+                notes["tiles"] = f"{near / pairs:.1e} of all pairs, {_about(seconds['tiles'])}"
         notes |= {name: "; ".join(reason) for name, reason in reasons.items() if reason}
-        return Choice(min(seconds, key=seconds.__getitem__), {name: notes[name] for name in METHODS})
+        return Choice(min(seconds, key=seconds.__getitem__), {name: notes[name] for name in METHODS}, seconds)
 
     @cached_property
     def _extent(self) -> Tensor:
         """The sides of the box about all clouds, (d,)."""
         both = torch.cat([x.reshape(-1, x.shape[-1]) for x in self._clouds])
         return (both.amax(0) - both.amin(0)).double()
+
+    def _least_sum(self, sigma: float) -> float:
+        """The least Σ_j K_ij of a few rows, for equal weights."""
+        targets, points = self._scaled(torch.tensor(sigma, device=self._device))
+        rows = targets[:, :: -(-targets.shape[1] // _ROWS)]
+        return float(torch.exp(attend(rows, points).lse.amin()))
 
     def _near(self, sigma: float) -> tuple[float, float]:
         """How many pairs of tiles are near, and of points in near parts of them: from a sample, for equal biases."""

@@ -1,0 +1,80 @@
+"""Does "auto" take the fastest method of the Gaussian kernel, and is its estimate right, over σ × N?
+
+A pass for lse on random points of a surface and of a volume, float32. Every method that the model expects to take less
+than a few seconds is timed; the row error is checked first. "regret" is the time of the method taken over the best.
+"""
+
+import argparse
+import math
+
+import matplotlib.pyplot as plt
+import torch
+from _measure import RESULTS, environment, save, seconds
+
+from qattn import GaussianKernel
+from qattn.kernels.methods import METHODS
+
+TOL = 1e-3
+
+
+def cloud(shape, n):
+    generator = torch.Generator().manual_seed(0)
+    points = torch.nn.functional.normalize(torch.randn(n, 3, generator=generator), dim=-1)
+    return points if shape == "sphere" else points * torch.rand(n, 1, generator=generator) ** (1 / 3)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sizes", type=int, nargs="+", default=[10_000, 30_000, 100_000, 1_000_000])
+    parser.add_argument("--sigmas", type=float, nargs="+", default=[0.003, 0.01, 0.02, 0.03, 0.05, 0.1, 0.3, 1.0])
+    parser.add_argument("--limit", type=float, default=4.0, help="seconds a pass that are worth waiting for")
+    options = parser.parse_args()
+    print(__doc__.splitlines()[0])
+    rows, regrets = [], []
+    for shape in ("sphere", "ball"):
+        for N in options.sizes:
+            points, bias = cloud(shape, N), torch.zeros(N)
+            for sigma in options.sigmas:
+                auto = GaussianKernel(points, sigma, tol=TOL)
+                (choice,) = auto._methods.choices
+                took = {}
+                for method in METHODS:
+                    estimate = choice.seconds.get(method, math.inf)
+                    if estimate > options.limit:
+                        continue
+                    kernel = GaussianKernel(points, sigma, method=method, tol=TOL)
+                    error = float(kernel.error(rows=64))
+                    assert error <= TOL, (method, error)
+                    took[method] = seconds(lambda kernel=kernel, bias=bias: kernel.attend(bias), budget=0.3)
+                    rows.append({
+                        "shape": shape, "N": N, "sigma": sigma, "method": method, "is_taken": method == choice.method,
+                        "seconds": took[method], "estimate": estimate, "error": error,
+                    })  # fmt: skip
+                if choice.method not in took:
+                    continue
+                regrets.append(took[choice.method] / min(took.values()))
+                line = "  ".join(f"{m} {t:.4f} s ({t / choice.seconds[m]:.1f} of estimate)" for m, t in took.items())
+                print(
+                    f"  {shape:6} N = {N:9,}  σ = {sigma:<5}  {choice.method:7}  regret {regrets[-1]:.2f}   {line}",
+                    flush=True,
+                )
+    path = save("methods", rows)
+    worst = max(regrets)
+    print(f"\nregret: worst {worst:.2f}, mean {sum(regrets) / len(regrets):.2f}, over {len(regrets)} problems")
+
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained", sharey=True)
+    for axis, shape in zip(axes, ("sphere", "ball"), strict=True):
+        for method in METHODS:
+            some = [row for row in rows if row["method"] == method and row["shape"] == shape]
+            axis.scatter([r["estimate"] for r in some], [r["seconds"] for r in some], s=14, label=method)
+        axis.plot([1e-3, 3], [1e-3, 3], color="0.6", linewidth=1, zorder=0)
+        axis.set(xscale="log", yscale="log", xlabel="estimated seconds a pass", title=shape)
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel(f"measured, {environment()['threads']} threads")
+    axes[0].legend(frameon=False)
+    figure.savefig(RESULTS / "methods.png", dpi=130)
+    print(f"wrote {path.relative_to(RESULTS.parent)} and results/methods.png")
+
+
+if __name__ == "__main__":
+    main()
