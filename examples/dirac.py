@@ -6,11 +6,11 @@ is formed.
 """
 
 import argparse
-import math
 import time
 
 import matplotlib.pyplot as plt
 import torch
+from picture import light, seen
 from shapes import creature
 
 import qattn
@@ -18,16 +18,12 @@ import qattn
 
 def draw(axis, points, normals, density, title):
     """Points seen from the side and a little above, the near ones last, shaded by their normals."""
-    turn, tilt = math.radians(-35), math.radians(15)
-    around = torch.tensor([[math.cos(turn), 0, -math.sin(turn)], [0, 1, 0], [math.sin(turn), 0, math.cos(turn)]])
-    down = torch.tensor([[1, 0, 0], [0, math.cos(tilt), -math.sin(tilt)], [0, math.sin(tilt), math.cos(tilt)]])
-    view, facing = points @ (down @ around).T, normals @ (down @ around).T
+    view, facing = seen(points, normals)
     front = facing[:, 2] > -0.2
     order = torch.argsort(view[:, 2][front])
-    light = (0.45 + 0.6 * (facing @ torch.tensor([0.35, 0.65, 0.68])).clamp(min=0))[:, None]
     level = (torch.log10(density / density.max() + 1e-9) / 3 + 1).clamp(0, 1)[:, None]  # three decades
     heat = torch.from_numpy(plt.colormaps["YlOrRd"](0.15 + 0.85 * level[:, 0].numpy())[:, :3]).float()
-    colours = ((1 - level.sqrt()) * torch.tensor([0.80, 0.82, 0.86]) + level.sqrt() * heat) * light
+    colours = ((1 - level.sqrt()) * torch.tensor([0.80, 0.82, 0.86]) + level.sqrt() * heat) * light(facing)
     axis.scatter(*view[front][order, :2].T, c=colours[front][order].clamp(0, 1), s=14, linewidths=0)
     axis.set_aspect("equal")
     axis.axis("off")

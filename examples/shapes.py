@@ -34,17 +34,21 @@ def creature(n: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     """n points spread evenly over the surface of a four-legged creature of length 2, and their normals."""
     generator = torch.Generator().manual_seed(seed)
     low, high = torch.tensor([-1.1, -0.8, -0.4]), torch.tensor([1.1, 0.9, 0.4])
-    found = torch.empty(0, 3)
-    while len(found) < n:
+    parts, count = [], 0
+    while count < n:
         # Points of a thin shell about the surface, moved onto it along the gradient: even up to curvature.
-        points = low + (high - low) * torch.rand(8 * n, 3, generator=generator)
+        points = low + (high - low) * torch.rand(min(8 * n, 2**20), 3, generator=generator)
         points = points[_distance(points).abs() < 0.02].requires_grad_()
         for _ in range(3):
             distance = _distance(points)
             (gradient,) = torch.autograd.grad(distance.sum(), points)
             points = (points - distance[:, None] * gradient / gradient.square().sum(-1, keepdim=True)).detach()
             points.requires_grad_()
-        found = torch.cat([found, points.detach()])
-    points = found[:n].requires_grad_()
-    (normals,) = torch.autograd.grad(_distance(points).sum(), points)
-    return points.detach(), torch.nn.functional.normalize(normals, dim=-1)
+        parts.append(points.detach())
+        count += len(points)
+    found = torch.cat(parts)
+    normals = []
+    for some in found[:n].split(2**18):
+        some = some.clone().requires_grad_()
+        normals.append(torch.autograd.grad(_distance(some).sum(), some)[0])
+    return found[:n], torch.nn.functional.normalize(torch.cat(normals), dim=-1)
