@@ -30,6 +30,8 @@ doctor: install
 bench: install
 	$(BIN)/python benchmarks/attention.py
 	$(BIN)/python benchmarks/normalize.py
+	$(BIN)/python benchmarks/methods.py
+	$(BIN)/python benchmarks/million.py
 
 # The real flash-attn package, its kernel interpreted on a CPU, in an environment of its own.
 conformance:

@@ -42,7 +42,7 @@ def main():
     qattn.diffusion(points[:100], options.sigma) @ points[:100]  # compiles the loop, once for all
     start = time.perf_counter()
     q = qattn.diffusion(points, options.sigma, tol=1e-5)
-    print(f"{q}\nnormalised in {time.perf_counter() - start:.2f} s, {q.num_iter} passes over {N}² pairs")
+    print(f"{q}\nnormalised in {time.perf_counter() - start:.2f} s, {q.num_iter} passes")
 
     dirac = torch.zeros(N)
     dirac[points[:, 0].argmax()] = N  # mass 1 on the tip of the nose

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from cases import CASES, DTYPES, ball, dense, make
+from cases import CASES, DTYPES, ball, dense, make, sphere
 
-from qattn import attend, diffusion
+from qattn import GaussianKernel, attend, diffusion
 from qattn.attention.dispatch import BACKENDS
 
 pytestmark = pytest.mark.gpu
@@ -95,3 +95,29 @@ def test_gradients_through_the_normalisation():
         return torch.autograd.grad((diffusion(points, 0.5, tol=1e-5) @ points.square()).sum(), points)[0].cpu()
 
     torch.testing.assert_close(gradient("cuda"), gradient("cpu"), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("method", ["tiles", "fourier"])
+@pytest.mark.parametrize("channels", [None, 5])
+def test_methods_of_the_gaussian_kernel(method, channels):
+    """Tiles by FlexAttention over lists of blocks, Fourier by cufinufft; float32 on the surface of the ball."""
+    points = torch.stack([sphere(3000), sphere(3000)]).float().cuda()
+    bias = torch.randn(2, 3000, device="cuda")
+    value = None if channels is None else torch.randn(2, 3000, channels, device="cuda")
+    try:
+        kernel = GaussianKernel(points, 0.2, method=method)
+    except ValueError as reason:
+        pytest.skip(str(reason))
+    out, lse = kernel.attend(bias, value)
+    expected_out, expected_lse = dense(points / 0.2, points / 0.2, value, bias)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=1e-3)
+    if out is not None:
+        torch.testing.assert_close(out.double(), expected_out, rtol=0, atol=3e-3)
+
+
+def test_a_million_points():
+    points = sphere(1_000_000).float().cuda().requires_grad_()
+    q = diffusion(points, 0.003, method="tiles")
+    assert (q.error() <= 1e-3).all()
+    (q @ torch.randn(1_000_000, 2, device="cuda")).square().mean().backward()
+    assert points.grad.isfinite().all()

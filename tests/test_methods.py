@@ -178,6 +178,8 @@ def test_auto_in_many_dimensions_is_exact():
     kernel = GaussianKernel(torch.randn(5000, 12), 1.0)
     assert kernel.method == "exact"
     assert "up to 3 dimensions" in str(kernel)
+    assert "in 12 dimensions boxes overlap" in str(GaussianKernel(torch.randn(50, 12), 1.0, method="tiles"))
+    assert "overlap" not in str(GaussianKernel(torch.randn(50, 3), 1.0, method="tiles"))
 
 
 def test_an_attention_backend_asked_for_is_used():
@@ -241,6 +243,25 @@ def test_auto_turns_to_another_method_then_and_says_so():
     assert (q.error() <= 1e-3).all()
 
 
+def test_auto_does_so_in_a_backward_pass_too(monkeypatch):
+    """With targets apart from the points, so that the engine of the backward pass is another one."""
+    points, targets = sphere(20_000), sphere(15_000)
+
+    def gradient(method):
+        x, y = points.clone().requires_grad_(), targets.clone().requires_grad_()
+        kernel = GaussianKernel(x, 1.0, method=method, tol=1e-6).at(y)
+        total = kernel.attend(torch.zeros(20_000, dtype=torch.float64)).lse.sum()
+        assert kernel.method in (method, "fourier")
+        if method == "auto":
+            monkeypatch.setattr(fourier, "_LAST", 1.0)  # from here on no error is small enough
+            monkeypatch.setattr(fourier, "first_error", lambda *_: 1e-2)
+        return torch.autograd.grad(total, (x, y)), kernel
+
+    (got, kernel), (expected, _) = gradient("auto"), gradient("exact")
+    assert kernel.method != "fourier"
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("few", [300, 3])
 def test_fourier_adds_digits_where_rows_sum_to_little(few):
     """Rows over seven decades, some or so few that a sample misses them: the tolerance is met all the same."""
@@ -263,6 +284,35 @@ def test_plans_are_kept_between_passes(monkeypatch):
     assert len(made) == 2  # there and back
     q @ torch.randn(1000, 40)  # 41 columns, 21 pairs: eight at a time, and five
     assert sorted((args[1], args[3]) for args in made[2:]) == [(1, 5), (1, 8), (2, 5), (2, 8)]
+
+
+def test_channels_of_very_different_sizes():
+    """Two ride in one transform, and the smaller should not drown in the error of the larger."""
+    points = sphere(1000).float()
+    value = torch.stack([1e6 * points[:, 0], 1e-3 * points[:, 1], torch.zeros(1000)], dim=-1)
+    out, expected = (
+        GaussianKernel(points, 0.5, method=m).attend(torch.zeros(1000), value).out for m in ("fourier", "exact")
+    )
+    torch.testing.assert_close(
+        out / value.abs().amax(0).clamp(min=1e-3), expected / value.abs().amax(0).clamp(min=1e-3), rtol=0, atol=1e-3
+    )
+
+
+@pytest.mark.parametrize("method", ["auto", "exact", *APPROXIMATE])
+def test_tolerances_beyond_what_the_dtype_holds_or_anyone_wants(method):
+    points = sphere(5000).float()
+    for tol in (1e-9, 5.0):
+        lse = GaussianKernel(points, 0.3, method=method, tol=tol).attend(torch.zeros(5000)).lse
+        if tol < 1:
+            torch.testing.assert_close(lse.double(), dense(points / 0.3, points / 0.3)[1], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", APPROXIMATE)
+def test_a_tight_tolerance_of_the_operator_is_one_of_its_kernel(method):
+    q = diffusion(sphere(3000), 0.2, method=method, tol=1e-7)
+    assert q.converged
+    assert q.kernel.tol == pytest.approx(1e-6)
+    assert float(q.error()) <= 1e-6
 
 
 @pytest.mark.parametrize("method", ["exact", *APPROXIMATE])

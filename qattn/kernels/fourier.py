@@ -11,6 +11,7 @@ done again with more modes and digits while they differ by more than the toleran
 
 import math
 import threading
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -51,6 +52,7 @@ def modes(extent: list[float], error: float) -> list[int]:
 
 def first_error(tol: float, least: float, norm: float) -> float:
     """The δ to begin with, for rows that sum to at `least` so much and weights of a norm ‖w‖₂."""
+    tol = min(tol, 1.0)
     return max(_LAST, min(_MOST * tol, _SAFETY * tol * least / norm))
 
 
@@ -99,13 +101,16 @@ class _Product:
     def __call__(self, columns: Tensor) -> Tensor:
         """K v for columns v (n, M), as (n, N)."""
         n = len(columns)
-        columns = columns.to(self.dtype)
+        # Errors are shared by the two channels of a pair, which therefore should be of one size.
+        scale = columns.norm(dim=1, keepdim=True)
+        scale = torch.where(scale == 0, 1, scale)  # (n, 1)
+        columns = (columns / scale).to(self.dtype)
         if n % 2:
             columns = torch.cat([columns, torch.zeros_like(columns[:1])])
         pairs = torch.complex(columns[0::2], columns[1::2])  # (n/2, M)
         with self._lock:
             results = torch.cat([self._transform(some.contiguous()) for some in pairs.split(_TRANSFORMS)])
-        return torch.stack([results.real, results.imag], dim=1).flatten(0, 1)[:n]
+        return scale * torch.stack([results.real, results.imag], dim=1).flatten(0, 1)[:n]
 
     def _transform(self, pairs: Tensor) -> Tensor:
         count = len(pairs)
@@ -122,16 +127,8 @@ def _plan_on(
         from cufinufft import Plan
 
         stream = torch.cuda.current_stream(device)
-        return Plan(
-            kind,
-            shape,
-            transforms,
-            eps,
-            sign,
-            dtype=dtype,
-            gpu_device_id=stream.device.index,
-            gpu_stream=stream.cuda_stream,
-        )
+        where = {"gpu_device_id": stream.device.index, "gpu_stream": stream.cuda_stream}
+        return Plan(kind, shape, transforms, eps, sign, dtype=dtype, **where)
     from finufft import Plan
 
     # With many modes the transform of the finer grid is what takes time, with few the spreading to it.
@@ -150,10 +147,11 @@ class Fourier(Engine):
     Args:
         query: The points that attend.
         key: The points attended to, about the same origin; the same object for a cloud and itself.
+        instead: Gives another engine for what this one cannot do to the tolerance; raises by default.
     """
 
-    def __init__(self, query: Tensor, key: Tensor) -> None:
-        self._query, self._key = query, key
+    def __init__(self, query: Tensor, key: Tensor, instead: Callable[[FourierError], Engine] | None = None) -> None:
+        self._query, self._key, self._instead = query, key, instead
         self._products: dict[int, _Product] = {}
 
     def not_supported_reasons(self, inputs: Inputs) -> list[str]:
@@ -161,7 +159,10 @@ class Fourier(Engine):
 
     @cached_property
     def exchanged(self) -> "Fourier":
-        return self if self._query is self._key else Fourier(self._key, self._query)
+        if self._query is self._key:
+            return self
+        instead = self._instead
+        return Fourier(self._key, self._query, None if instead is None else lambda error: instead(error).exchanged)
 
     def _product(self, b: int, error: float) -> _Product:
         """The product of the cloud b to an error δ, or a smaller one that has been made before."""
@@ -170,16 +171,24 @@ class Fourier(Engine):
         return self._products[b]
 
     def attend(self, inputs: Inputs) -> Attended:
+        try:
+            return self._attend(inputs)
+        except FourierError as error:
+            if self._instead is None:
+                raise
+            return self._instead(error).attend(inputs)
+
+    def _attend(self, inputs: Inputs) -> Attended:
         outs, lses = [], []
         for b in range(len(inputs.query)):
             bias = inputs.key.new_zeros(inputs.key.shape[1]) if inputs.bias is None else inputs.bias[b]
             value = None if inputs.value is None else inputs.value[b]
-            out, lse = self._attend(b, bias.to(inputs.dtype), value, inputs.tol)
+            out, lse = self._attend_cloud(b, bias.to(inputs.dtype), value, inputs.tol)
             outs.append(out)
             lses.append(lse)
         return Attended(None if inputs.value is None else torch.stack(outs), torch.stack(lses))  # type: ignore[arg-type]
 
-    def _attend(self, b: int, bias: Tensor, value: Tensor | None, tol: float) -> Attended:
+    def _attend_cloud(self, b: int, bias: Tensor, value: Tensor | None, tol: float) -> Attended:
         """Attention of the cloud b, for bias (M,) and value (M, C)."""
         N, top = self._query.shape[1], bias.amax()
         if top == -torch.inf:
@@ -191,10 +200,11 @@ class Fourier(Engine):
             columns = torch.cat([columns, (value.to(bias.dtype) * weights[:, None]).T])  # (1 + C, M)
         rows = self._some_rows(bias)
         exact = self._exact(b, rows, bias)
+        rounding = 16 * torch.finfo(bias.dtype).eps * max(1.0, float(exact.abs().amax()))
         error = first_error(tol, float(torch.exp(exact.amin() - top)), float(weights.norm()))
         while True:
             product = self._product(b, error)
-            sums = product(columns).to(bias.dtype)
+            sums = product(columns).to(bias.dtype)  # (1 + C, N)
             total = sums[0].clamp(min=float(product.error * weights.sum()))
             if self._query is self._key:
                 total = torch.maximum(total, weights)  # what a row adds to itself
@@ -202,7 +212,7 @@ class Fourier(Engine):
             lowest = self._lowest_rows(bias, lse)
             gaps = lse[rows] - exact, lse[lowest] - self._exact(b, lowest, bias)
             gap = float(torch.cat(gaps).abs().amax())
-            if gap <= 0.5 * tol:
+            if gap <= 0.5 * tol + rounding:
                 break
             error = product.error * _TIGHTER
             if error < _LAST:

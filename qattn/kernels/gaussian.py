@@ -11,7 +11,6 @@ from qattn.attention import attend
 from qattn.attention.api import attend_by
 from qattn.attention.backend import Engine
 from qattn.kernels.base import PointKernel
-from qattn.kernels.fourier import FourierError
 from qattn.kernels.methods import Methods
 
 __all__ = ["GaussianKernel"]
@@ -121,14 +120,6 @@ class GaussianKernel(PointKernel):
         return kernel
 
     def attend(self, bias: Tensor, value: Tensor | None = None) -> Attended:
-        while True:
-            try:
-                return self._attend(bias, value)
-            except FourierError as error:
-                if not self._methods.give_up(error):
-                    raise
-
-    def _attend(self, bias: Tensor, value: Tensor | None) -> Attended:
         groups = self._methods.groups
         if len(groups) == 1:
             return self._attend_by(groups[0][1], self._sigma, bias, value)

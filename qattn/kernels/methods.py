@@ -9,7 +9,7 @@
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.util import find_spec
 
 import torch
@@ -27,6 +27,7 @@ from qattn.tiling import PART, TILE, kd_order
 __all__ = ["METHODS", "Choice", "Methods"]
 
 METHODS = ("exact", "tiles", "fourier")
+_FEW_DIMENSIONS = 4  # in which tiles pay off
 _FEW_PAIRS = 2**24  # for which nothing is worth a thought
 _SAMPLE = 128  # tiles whose near ones are counted
 _ROWS = 64  # whose sums are looked at
@@ -50,6 +51,8 @@ _COSTS = {
     "cpu": _Costs(0.24, 200.0, 80.0, 1.3, 120.0, 140.0, {"tiles": 2.5e6, "fourier": 1e7}),
     "cuda": _Costs(0.002, 20.0, 1.0, 0.02, 0.5, 1.0, {"tiles": 2e6, "fourier": 2e6}),
 }
+# What normalising and applying takes, in passes for lse: four of them, and one with eight channels.
+_WORK = {"exact": 6.2, "tiles": 6.2, "fourier": 8.5}
 
 
 @dataclass(frozen=True)
@@ -146,14 +149,13 @@ class Methods:
             groups.append((index, self._engines[method]))
         return groups
 
-    def give_up(self, error: FourierError) -> bool:
-        """Takes "fourier" out of what "auto" may choose, after an error that only computing has shown."""
-        if self._method != "auto":
-            return False
-        self._given_up |= {n: str(error) for n, choice in enumerate(self.choices) if choice.method == "fourier"}
+    def _instead_of_fourier(self, heads: Tensor | None, error: FourierError) -> Engine:
+        """Tiles for some heads, after an error that only computing has shown; "auto" takes no FFTs for them again."""
+        numbers = range(len(self.choices)) if heads is None else heads.tolist()
+        self._given_up |= dict.fromkeys(numbers, str(error))
         self._engines.clear()
         del self.choices
-        return True
+        return Tiles(*self._sorted(self._sigma if heads is None else self._sigma[heads]), self._backend)
 
     def _scaled(self, sigma: Tensor) -> tuple[Tensor, Tensor]:
         """Targets and points by σ, flattened to (B, N, d) and (B, M, d)."""
@@ -195,15 +197,19 @@ class Methods:
         sigma = self._sigma if heads is None else self._sigma[heads]
         if method == "exact":
             return None
+        counted, self._counted = self._counted, None
         if method == "tiles":
-            clouds = self._counted if sigma.ndim == 0 and self._counted else self._sorted(sigma)
-            return Tiles(*clouds, self._backend)
-        return Fourier(*self._scaled(sigma))
+            return Tiles(*(counted if counted and sigma.ndim == 0 else self._sorted(sigma)), self._backend)
+        instead = partial(self._instead_of_fourier, heads) if self._method == "auto" else None
+        return Fourier(*self._scaled(sigma), instead)
 
     def _choose(self, head: int, sigma: float) -> Choice:
         """The cheapest method for a bandwidth."""
         if self._method != "auto":
-            return Choice(self._method, {self._method: "as asked for"}, {})
+            note = "as asked for"
+            if self._method == "tiles" and self._given[1].shape[-1] > _FEW_DIMENSIONS:
+                note += f"; in {self._given[1].shape[-1]} dimensions boxes overlap, and few pairs are left out"
+            return Choice(self._method, {self._method: note}, {})
         N, M = self.size
         clouds = self._batch.numel()
         pairs = N * M * clouds
@@ -233,7 +239,7 @@ class Methods:
 
         if not reasons["tiles"]:
             # No cloud in a box has fewer pairs in reach than an even one, which may settle it without sorting.
-            reach = math.sqrt(2 * math.log(1 / self._tol))
+            reach = math.sqrt(2 * math.log(1 / min(self._tol, 0.5)))
             volume = math.prod(max(1.0, side / sigma / reach) for side in self._extent.tolist())
             least = 1e-9 * costs.pair * pairs / volume / threads
             if least > 2 * min(seconds.values()):
@@ -244,7 +250,8 @@ class Methods:
                 seconds["tiles"] = 1e-9 * (cost + costs.call["tiles"]) / threads
                 notes["tiles"] = f"{near / pairs:.1e} of all pairs, {_about(seconds['tiles'])}"
         notes |= {name: "; ".join(reason) for name, reason in reasons.items() if reason}
-        return Choice(min(seconds, key=seconds.__getitem__), {name: notes[name] for name in METHODS}, seconds)
+        best = min(seconds, key=lambda name: _WORK[name] * seconds[name])
+        return Choice(best, {name: notes[name] for name in METHODS}, seconds)
 
     @cached_property
     def _extent(self) -> Tensor:
