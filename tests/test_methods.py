@@ -10,6 +10,7 @@ import pytest
 import torch
 from cases import ball, dense, sphere
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.data import DataLoader, Dataset
 
 from qattn import GaussianKernel, MatrixKernel, diffusion
 from qattn.kernels import fourier, methods
@@ -341,6 +342,24 @@ def test_kernels_in_use_are_copied_and_pickled(method):
     double = q.to(torch.float64)
     assert double.kernel.method == method
     torch.testing.assert_close(double @ signal.double(), (q @ signal).double(), rtol=0, atol=1e-3)
+
+
+class Smoothed(Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        points = torch.nn.functional.normalize(
+            torch.randn(5000, 3, generator=torch.Generator().manual_seed(index)), dim=-1
+        )
+        return diffusion(points, 0.2, method=APPROXIMATE[index % 2]).potential
+
+
+def test_workers_of_a_data_loader():
+    """Forked from a process that has used the threads of both methods."""
+    expected = torch.stack([Smoothed()[index] for index in range(4)])
+    loader = DataLoader(Smoothed(), batch_size=2, num_workers=2, multiprocessing_context="fork", timeout=60)
+    torch.testing.assert_close(torch.cat(list(loader)), expected, rtol=0, atol=1e-5)
 
 
 def test_orders_and_tiles_are_made_once(monkeypatch):
