@@ -12,6 +12,7 @@ __all__ = [
     "bandwidth",
     "bias_of_kernel",
     "counts_of_clouds",
+    "engine_takes",
     "integer",
     "kernel_of",
     "kernels_of_one_size",
@@ -227,6 +228,16 @@ def bias_of_kernel(bias: Tensor, batch: torch.Size) -> None:
             f"`bias` should have the batch axes {tuple(batch)} of the kernel; got shape {_shape(bias)}. "
             'Give the points those axes too, or take `method="exact"`.'
         )
+
+
+def engine_takes(engine: Any, inputs: Any) -> Any:
+    """An engine that was prepared before its inputs were known, or why it cannot take them."""
+    reasons = engine.not_supported_reasons(inputs)
+    if reasons:
+        raise NotImplementedError(
+            f"The method of the kernel does not take these inputs:\n{inputs.describe()}\n  {'; '.join(reasons)}"
+        )
+    return engine
 
 
 def mass(numbers: Any, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:

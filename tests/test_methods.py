@@ -195,6 +195,7 @@ def test_an_attention_backend_asked_for_is_used():
     [
         ({"method": "fourier", "points": torch.randn(10, 4)}, "up to 3 dimensions, and these points have 4"),
         ({"method": "fourier", "backend": "sdpa"}, "it uses no attention backend"),
+        ({"method": "tiles", "backend": "flex", "points": torch.randn(10, 3).double()}, "does not take float64"),
         ({"method": "tiles", "backend": "reference"}, 'it takes the backends native and flex, not "reference"'),
     ],
 )
@@ -202,6 +203,14 @@ def test_a_method_that_cannot_serve_says_why(arguments, reason):
     points = arguments.pop("points", torch.randn(10, 3))
     with pytest.raises(ValueError, match=reason):
         GaussianKernel(points, 1.0, **arguments)
+
+
+def test_values_that_a_method_does_not_take():
+    kernel = GaussianKernel(torch.randn(100, 3), 1.0, method="tiles", backend="flex")
+    with pytest.raises(
+        NotImplementedError, match=r"value +\(100, 2\) +float64(.|\n)*FlexAttention does not take float64"
+    ):
+        kernel.attend(torch.zeros(100), torch.zeros(100, 2).double())
 
 
 def test_methods_by_device():

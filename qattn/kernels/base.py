@@ -43,7 +43,7 @@ class Kernel(ABC):
 
     @abstractmethod
     def exact_lse(self, rows: Tensor, bias: Tensor) -> Tensor:
-        """lse (*batch, n) of the rows with the numbers (n,), from all pairs in float64, without gradients."""
+        """lse (*batch, n) of the rows with the numbers (n,) from all pairs: on the CPU, in float64, without gradients."""
 
     def error(self, bias: Tensor | None = None, *, rows: int = 256, seed: int = 0) -> Tensor:
         r"""The largest relative error of the row sums :math:`\sum_j K_{ij} e^{b_j}`, measured on random rows.
@@ -64,11 +64,12 @@ class Kernel(ABC):
             is_present = (bias > -torch.inf).reshape(-1, M).any(0)
         candidates = is_present.nonzero()[:, 0]
         chosen = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(seed))[:rows]
-        sample = candidates[chosen.to(self.device)]
+        sample = candidates.cpu()[chosen]
         with torch.no_grad():
-            found = self.attend(bias).lse[..., sample].double()
-            gap = torch.expm1(found - self.exact_lse(sample, bias)).abs()
-        return torch.where(gap.isnan(), 0, gap).amax(-1)  # −inf − (−inf): a cloud without keys
+            found = self.attend(bias).lse.cpu().double()[..., sample]
+        gap = torch.expm1(found - self.exact_lse(sample, bias)).abs()
+        largest = torch.where(gap.isnan(), 0, gap).amax(-1)  # −inf − (−inf): a cloud without keys
+        return largest.to(self.device, self.dtype)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -160,7 +161,7 @@ class ScaledKernel(PointKernel):
         return Attended(out, lse + torch.log(self._factor)[..., None])
 
     def exact_lse(self, rows: Tensor, bias: Tensor) -> Tensor:
-        return self._kernel.exact_lse(rows, bias) + torch.log(self._factor.detach().double())[..., None]
+        return self._kernel.exact_lse(rows, bias) + torch.log(self._factor.detach().cpu().double())[..., None]
 
     def at(self, points: Any) -> "ScaledKernel":
         return ScaledKernel(_checks.point_kernel(self._kernel, PointKernel).at(points), self._factor)

@@ -1,5 +1,6 @@
 r"""The Gaussian kernel of a cloud: K_ij = exp(−‖x_i − x_j‖² / 2σ²), which is attention between the points x / σ."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -148,13 +149,14 @@ class GaussianKernel(PointKernel):
         if not self._is_self:
             query, key = (x.expand(*batch, -1, -1) for x in (query, key))
         folded = None if value is None else _fold(value, batch)
-        out, lse = attend_by(lambda _: engine, query, key, folded, bias=bias, tol=self._tol)
+        out, lse = attend_by(partial(_checks.engine_takes, engine), query, key, folded, bias=bias, tol=self._tol)
         return Attended(None if out is None or value is None else _unfold(out, value, batch), lse)
 
     def exact_lse(self, rows: Tensor, bias: Tensor) -> Tensor:
-        sigma = self._sigma.detach().double()
-        targets, points = (x.detach().double() for x in (self._targets[..., rows, :], self._points))
-        return attend(_scaled(targets, sigma), _scaled(points, sigma), bias=bias.detach().double()).lse
+        points, targets, sigma, bias = (
+            x.detach().cpu().double() for x in (self._points, self._targets, self._sigma, bias)
+        )
+        return attend(_scaled(targets[..., rows, :], sigma), _scaled(points, sigma), bias=bias).lse
 
 
 def _scaled(points: Tensor, sigma: Tensor) -> Tensor:

@@ -58,4 +58,5 @@ class MatrixKernel(Kernel):
             return Attended(weights.to(value.dtype) @ value, lse)
 
     def exact_lse(self, rows: Tensor, bias: Tensor) -> Tensor:
-        return torch.logsumexp(self._log.detach()[..., rows, :].double() + bias.detach().double()[..., None, :], dim=-1)
+        log, bias = (x.detach().cpu().double() for x in (self._log, bias))
+        return torch.logsumexp(log[..., rows, :] + bias[..., None, :], dim=-1)

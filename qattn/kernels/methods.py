@@ -125,6 +125,9 @@ class Methods:
                 reasons.append(f'it uses no attention backend, and `backend="{self._backend}"` was asked for')
         if method == "tiles" and self._backend not in ("auto", *tiles.BACKENDS):
             reasons.append(f'it takes the backends {" and ".join(tiles.BACKENDS)}, not "{self._backend}"')
+        by_flex = self._backend == "flex" or (self._backend == "auto" and device == "cuda")
+        if method == "tiles" and by_flex and self._given[1].dtype == torch.float64:
+            reasons.append("it goes by FlexAttention, which does not take float64")
         if method != "exact" and device not in _COSTS:
             reasons.append(f"it takes points on cpu or cuda, and these are on {device}")
         if method == "fourier" and device == "cuda" and find_spec("cufinufft") is None:

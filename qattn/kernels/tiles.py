@@ -4,6 +4,8 @@ The points are sorted once, in the order of a k-d tree. Which tiles matter to wh
 their boxes and the biases, by a walk that takes a small part of the pass; nothing of the size of the pairs is stored.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -66,14 +68,8 @@ class Tiles(Engine):
         bias = inputs.key.new_zeros(inputs.key.shape[:2]) if inputs.bias is None else inputs.bias
         lists = near_lists(query, key, bias.to(inputs.dtype), inputs.tol)
         value = None if inputs.value is None else key.sort(inputs.value)
-        ordered = Inputs(
-            query.sort(inputs.query),
-            key.sort(inputs.key),
-            value,
-            key.sort(bias),
-            inputs.score,
-            inputs.tol,
-            inputs.batch,
+        ordered = replace(
+            inputs, query=query.sort(inputs.query), key=key.sort(inputs.key), value=value, bias=key.sort(bias)
         )
         out, lse = attend_blocks(ordered, lists)
         return Attended(None if out is None else query.unsort(out), query.unsort(lse))
