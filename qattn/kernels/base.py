@@ -43,7 +43,7 @@ class Kernel(ABC):
 
     @abstractmethod
     def exact_lse(self, rows: Tensor, bias: Tensor) -> Tensor:
-        """lse (*batch, n) of the rows with the numbers (n,) from all pairs: on the CPU, in float64, without gradients."""
+        """lse (*batch, n) of the rows numbered (n,) from all pairs: on the CPU, in float64, without gradients."""
 
     def error(self, bias: Tensor | None = None, *, rows: int = 256, seed: int = 0) -> Tensor:
         r"""The largest relative error of the row sums :math:`\sum_j K_{ij} e^{b_j}`, measured on random rows.
