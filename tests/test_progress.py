@@ -71,7 +71,7 @@ def test_the_bar_is_closed_when_a_solve_is_stopped(monkeypatch):
 
 
 SCRIPT = """
-import threading, torch, qattn
+import threading, time, torch, qattn
 points = torch.randn(100_000, 3)
 qattn.diffusion(points, SIGMA, method="METHOD")
 print("ready", flush=True)
@@ -79,6 +79,10 @@ try:
     while True:
         qattn.diffusion(points, SIGMA, method="METHOD", tol=1e-5)
 except KeyboardInterrupt:
+    for _ in range(100):  # a thread that was about to end may still be there
+        if threading.active_count() == 1:
+            break
+        time.sleep(0.05)
     print("stopped", threading.active_count())
     q = qattn.diffusion(points[:5000], 0.3, method="METHOD")
     print("works", bool(q.converged))
