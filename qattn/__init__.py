@@ -4,7 +4,7 @@ from qattn import ragged
 from qattn.attended import Attended, merge
 from qattn.attention import attend, gaussian
 from qattn.doctor import BackendReport, backends
-from qattn.kernels import GaussianKernel, Kernel, MatrixKernel
+from qattn.kernels import GaussianKernel, GraphKernel, Kernel, MatrixKernel
 from qattn.operators import Diffusion, diffusion
 from qattn.solver import SinkhornResult, sinkhorn
 
@@ -15,6 +15,7 @@ __all__ = [
     "BackendReport",
     "Diffusion",
     "GaussianKernel",
+    "GraphKernel",
     "Kernel",
     "MatrixKernel",
     "SinkhornResult",

@@ -12,11 +12,14 @@ __all__ = [
     "bandwidth",
     "bias_of_kernel",
     "counts_of_clouds",
+    "edges",
     "engine_takes",
     "integer",
+    "is_sparse",
     "kernel_of",
     "kernels_of_one_size",
     "mass",
+    "not_negative",
     "one_of",
     "point_kernel",
     "points",
@@ -219,6 +222,71 @@ def similarity(numbers: Any) -> Tensor:
             "Take `(similarity + similarity.mT) / 2`."
         )
     return tensor
+
+
+def not_negative(name: str, number: float) -> float:
+    """Checks a number that may be 0."""
+    if not 0 <= number < float("inf"):
+        raise ValueError(f"`{name}` should be 0 or more, and finite; got {number}.")
+    return float(number)
+
+
+def is_sparse(given: Any) -> bool:
+    """Whether something is a sparse matrix of torch or SciPy."""
+    return given.layout != torch.strided if isinstance(given, Tensor) else hasattr(given, "tocoo")
+
+
+def edges(name: str, given: Any, size: int | None = None) -> tuple[Tensor, Tensor, int]:
+    """The edges (2, E) sorted by rows, their weights (E,) and the number of vertices, of a symmetric matrix ≥ 0."""
+    if isinstance(given, tuple):
+        index, weight = given
+        index = torch.as_tensor(index)
+        if index.ndim != 2 or len(index) != 2 or index.is_floating_point():
+            raise ValueError(
+                f"`edge_index` should hold integers of shape (2, E); got {index.dtype} of {_shape(index)}."
+            )
+        weight = torch.ones(index.shape[1], device=index.device) if weight is None else _floating("edge_weight", weight)
+        if weight.shape != index.shape[1:]:
+            raise ValueError(
+                f"`edge_weight` should have one number an edge, shape ({index.shape[1]},); got {_shape(weight)}."
+            )
+        last = int(index.max()) if index.numel() else -1
+        size = last + 1 if size is None else size
+        if last >= size or (index < 0).any():
+            raise ValueError(f"`edge_index` should name vertices from 0 to {size - 1}; got some that do not exist.")
+        shape: tuple[int, ...] = (size, size)
+    else:
+        if is_sparse(given) and isinstance(given, Tensor):
+            entries = given.to_sparse_coo().coalesce()
+            index, weight, shape = entries.indices(), _floating(name, entries.values()), tuple(given.shape)
+        elif is_sparse(given):
+            entries = given.tocoo()
+            index = torch.from_numpy(np.stack([entries.row, entries.col]).astype(np.int64))
+            weight, shape = _floating(name, entries.data), tuple(given.shape)
+        else:
+            dense = _floating(name, given)
+            index = dense.nonzero().T
+            weight, shape = dense[tuple(index)], tuple(dense.shape)
+        if len(shape) != 2 or shape[0] != shape[1] or shape[0] == 0:
+            raise ValueError(f"`{name}` should have shape (N, N); got {tuple(shape)}.")
+        if size is not None and size != shape[0]:
+            raise ValueError(f"`size` is for an edge_index; this matrix has {shape[0]} vertices, not {size}.")
+    _finite(name, weight, "Leave those edges out.")
+    if (weight < 0).any():
+        raise ValueError(
+            f"`{name}` should not be negative; {int((weight < 0).sum())} of its {len(weight)} entries are. "
+            "Take their absolute values, or `exp` of a signed score."
+        )
+    matrix = torch.sparse_coo_tensor(index, weight, shape, check_invariants=False).coalesce()
+    index, weight = matrix.indices(), matrix.values()
+    mirrored = torch.sparse_coo_tensor(index.flip(0), weight, shape, check_invariants=False).coalesce()
+    is_symmetric = mirrored.indices().shape == index.shape and (mirrored.indices() == index).all()
+    if not is_symmetric or ((mirrored.values() - weight).abs() > 1e-5 * weight.abs().amax()).any():
+        raise ValueError(
+            f"`{name}` should be symmetric, with both directions of every edge and one weight for them. "
+            "Take `(A + A.T) / 2`, or add the reversed edges."
+        )
+    return index, weight, shape[0]
 
 
 def bias_of_kernel(bias: Tensor, batch: torch.Size) -> None:

@@ -2,6 +2,7 @@
 
 from qattn.kernels.base import Kernel, PointKernel
 from qattn.kernels.gaussian import GaussianKernel
+from qattn.kernels.graph import GraphKernel
 from qattn.kernels.matrix import MatrixKernel
 
-__all__ = ["GaussianKernel", "Kernel", "MatrixKernel", "PointKernel"]
+__all__ = ["GaussianKernel", "GraphKernel", "Kernel", "MatrixKernel", "PointKernel"]

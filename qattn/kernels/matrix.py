@@ -8,6 +8,7 @@ from torch import Tensor
 from qattn import _checks
 from qattn.attended import Attended
 from qattn.kernels.base import Kernel
+from qattn.kernels.edges import Edges
 
 __all__ = ["MatrixKernel"]
 
@@ -16,7 +17,8 @@ class MatrixKernel(Kernel):
     """A given K ≥ 0, symmetric; positive definiteness is not assumed.
 
     Args:
-        similarity: Shape (*batch, N, N), a tensor or an array.
+        similarity: Shape (*batch, N, N), a tensor or an array; or a sparse matrix (N, N) of torch or SciPy, whose
+            products then cost its entries and no more.
 
     Example:
         >>> MatrixKernel([[2.0, 1.0], [1.0, 2.0]]).shape
@@ -24,6 +26,11 @@ class MatrixKernel(Kernel):
     """
 
     def __init__(self, similarity: Any) -> None:
+        self._edges: Edges | None = None
+        if _checks.is_sparse(similarity):
+            index, entries, size = _checks.edges("similarity", similarity)
+            self._edges = Edges(index[:, entries > 0], torch.log(entries[entries > 0]), size)
+            return
         entries = _checks.similarity(similarity)
         is_positive = entries > 0
         self._log = torch.where(is_positive, torch.log(torch.where(is_positive, entries, 1)), -torch.inf)
@@ -33,18 +40,24 @@ class MatrixKernel(Kernel):
 
     @property
     def shape(self) -> torch.Size:
-        return self._log.shape
+        return self._log.shape if self._edges is None else torch.Size((self._edges.size, self._edges.size))
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return (self._log,)
+        return (self._log if self._edges is None else self._edges.log,)
 
     def replace(self, *tensors: Tensor) -> "MatrixKernel":
         kernel = object.__new__(MatrixKernel)
-        (kernel._log,) = tensors
+        kernel._edges = None
+        if self._edges is None:
+            (kernel._log,) = tensors
+        else:
+            kernel._edges = self._edges.replace(*tensors)
         return kernel
 
     def attend(self, bias: Tensor, value: Tensor | None = None) -> Attended:
+        if self._edges is not None:
+            return self._edges.attend(bias, value)
         scores = self._log + bias[..., None, :]  # (*batch, N, N)
         largest = scores.amax(-1, keepdim=True).detach()
         largest = torch.where(largest == -torch.inf, 0, largest)  # a row without any weight
@@ -58,5 +71,7 @@ class MatrixKernel(Kernel):
             return Attended(weights.to(value.dtype) @ value, lse)
 
     def exact_lse(self, rows: Tensor, bias: Tensor) -> Tensor:
-        log, bias = (x.detach().cpu().double() for x in (self._log, bias))
+        log, bias = (x.detach().cpu().double() for x in (*self.tensors, bias))
+        if self._edges is not None:
+            return self._edges.replace(log).attend(bias, None).lse[..., rows]
         return torch.logsumexp(log[..., rows, :] + bias[..., None, :], dim=-1)

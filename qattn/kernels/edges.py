@@ -1,0 +1,58 @@
+r"""A sparse symmetric matrix K ≥ 0, by its entries above 0: log-domain attention along its edges."""
+
+import torch
+from torch import Tensor
+
+from qattn.attended import Attended
+
+__all__ = ["Edges"]
+
+
+class Edges:
+    """The entries K_ij = e^{s_e} of the edges e = (i, j), in the order of their rows.
+
+    Args:
+        index: Rows and columns, shape (2, E), sorted by rows and then columns.
+        log: The logarithms s of the entries, shape (E,).
+        size: The number N of rows and columns.
+    """
+
+    def __init__(self, index: Tensor, log: Tensor, size: int) -> None:
+        self.index, self.log, self.size = index.to(log.device), log, size
+
+    def replace(self, log: Tensor) -> "Edges":
+        """The same edges with other logarithms, and on their device."""
+        return Edges(self.index, log, self.size)
+
+    def attend(self, bias: Tensor, value: Tensor | None) -> Attended:
+        """lse (*batch, N) and out (*batch, N, C) for bias (*batch, N) and value (*batch, N, C)."""
+        rows, columns = self.index
+        scores = self.log + bias[..., columns]  # (*batch, E)
+        shape = (*scores.shape[:-1], self.size)
+        places = rows.expand_as(scores)
+        largest = scores.new_full(shape, -torch.inf).scatter_reduce(-1, places, scores.detach(), "amax")
+        largest = torch.where(largest == -torch.inf, 0, largest)  # rows without any weight
+        weights = torch.exp(scores - largest[..., rows])
+        total = scores.new_zeros(shape).scatter_add(-1, places, weights)
+        lse = largest + torch.log(total)
+        if value is None:
+            return Attended(None, lse)
+        weights = (weights / torch.where(total == 0, 1, total)[..., rows]).to(value.dtype)
+        if torch.is_grad_enabled() and (weights.requires_grad or value.requires_grad):
+            batch = torch.broadcast_shapes(weights.shape[:-1], value.shape[:-2])
+            products = weights[..., None] * value[..., columns, :]  # (*batch, E, C): what a gradient needs anyway
+            out = value.new_zeros(*batch, self.size, value.shape[-1])
+            return Attended(out.index_add(len(batch), rows, products.expand(*batch, -1, -1)), lse)
+        return Attended(self._product(weights, value), lse)
+
+    def _product(self, weights: Tensor, value: Tensor) -> Tensor:
+        """Σ_j w_ij v_j by one sparse product for each item of a batch: memory for the edges and the values alone."""
+        batch = torch.broadcast_shapes(weights.shape[:-1], value.shape[:-2])
+        weights = weights.expand(*batch, -1).reshape(-1, weights.shape[-1])
+        values = value.expand(*batch, -1, -1).reshape(-1, *value.shape[-2:])
+        shape = (self.size, self.size)
+        items = [
+            torch.sparse_coo_tensor(self.index, w, shape, is_coalesced=True, check_invariants=False) @ v
+            for w, v in zip(weights, values, strict=True)
+        ]
+        return torch.stack(items).reshape(*batch, self.size, -1)

@@ -1,0 +1,206 @@
+"""Graphs and sparse similarities: what they stand for, the example of the paper's warm-up, and what is refused."""
+
+import copy
+import pickle
+import warnings
+
+import numpy as np
+import pytest
+import scipy.sparse
+import torch
+from torch.autograd import gradcheck, gradgradcheck
+
+from qattn import GraphKernel, MatrixKernel, diffusion, sinkhorn
+
+# The star of the paper's figure 2: a hub and four leaves.
+STAR = torch.zeros(5, 5, dtype=torch.float64)
+STAR[0, 1:] = STAR[1:, 0] = 1
+
+
+def random_graph(n=30, p=0.2, seed=0):
+    """A weighted Erdős–Rényi graph as a dense adjacency, every vertex with an edge."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.rand(n, n, dtype=torch.float64, generator=generator)
+    A = torch.triu(weights * (torch.rand(n, n, generator=generator) < p), diagonal=1)
+    A[torch.arange(n - 1), torch.arange(1, n)] += 0.1
+    return A + A.T
+
+
+def edges_of(A):
+    index = A.nonzero().T
+    return index, A[tuple(index)]
+
+
+A = random_graph()
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch calls its CSR tensors new
+    CSR = A.to_sparse_csr()
+FORMS = {
+    "dense": A,
+    "array": A.numpy(),
+    "coo": A.to_sparse_coo(),
+    "csr": CSR,
+    "scipy csr": scipy.sparse.csr_matrix(A.numpy()),
+    "scipy coo array": scipy.sparse.coo_array(A.numpy()),
+    "edge index": edges_of(A),
+}
+
+
+def check(kernel, matrix, tolerance=1e-12):
+    N = len(matrix)
+    assert kernel.shape == matrix.shape
+    for batch in ((), (2, 3)):
+        bias = torch.randn(*batch, N, dtype=torch.float64)
+        value = torch.randn(*batch, N, 3, dtype=torch.float64)
+        weights = matrix * torch.exp(bias)[..., None, :]
+        for grad in (False, True):
+            out, lse = kernel.attend(bias, value.clone().requires_grad_(grad))
+            torch.testing.assert_close(lse, torch.log(weights.sum(-1)), rtol=0, atol=tolerance)
+            torch.testing.assert_close(
+                out.detach(), weights @ value / weights.sum(-1, keepdim=True), rtol=0, atol=tolerance
+            )
+        torch.testing.assert_close(kernel.attend(bias).lse, lse, rtol=0, atol=tolerance)
+    assert float(kernel.error(bias[0, 0])) < 1e-12
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-3, 2.0])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_graph_is_its_matrix(form, eps):
+    kernel = GraphKernel(FORMS[form], eps)
+    matrix = torch.diag(A.sum(-1)) + A + eps
+    check(kernel, matrix)
+    check(kernel.replace(*(tensor.clone() for tensor in kernel.tensors)), matrix)
+    check(pickle.loads(pickle.dumps(kernel)), matrix)
+    check(copy.deepcopy(kernel), matrix)
+    assert torch.linalg.eigvalsh(matrix).min() > -1e-12
+
+
+@pytest.mark.parametrize("form", [name for name in FORMS if name not in ("dense", "array", "edge index")])
+def test_a_sparse_similarity_is_its_matrix(form):
+    kernel = MatrixKernel(FORMS[form])
+    check(kernel, A)
+    check(pickle.loads(pickle.dumps(kernel)), A)
+    assert repr(kernel) == "MatrixKernel((30, 30))"
+
+
+def test_the_star_of_the_paper():
+    """Figure 2: a Dirac on a leaf keeps 0.625 of its mass with rows normalised, 0.75 symmetrically, all by Sinkhorn."""
+    kernel = 0.5 * GraphKernel(STAR)
+    dirac = torch.zeros(5, dtype=torch.float64)
+    dirac[1] = 1
+    mass = torch.ones(5)
+    kept = {
+        name: float((diffusion(kernel, mass=mass, normalization=name, tol=1e-12) @ dirac).sum())
+        for name in ("row", "symmetric", "sinkhorn")
+    }
+    assert kept == pytest.approx({"row": 0.625, "symmetric": 0.75, "sinkhorn": 1.0}, abs=1e-10)
+    assert (diffusion(kernel, mass=mass, tol=1e-12).to_dense() >= 0).all()
+
+
+@pytest.mark.parametrize("eps", [0.0, 0.01])
+def test_laws(eps):
+    mass = torch.rand(30, dtype=torch.float64) + 0.1
+    q = diffusion(GraphKernel(A.to_sparse_coo(), eps), mass=mass, tol=1e-12, max_iter=200)
+    Q = q.to_dense()
+    torch.testing.assert_close(Q.sum(-1), torch.ones(30).double(), rtol=0, atol=1e-10)
+    torch.testing.assert_close(mass[:, None] * Q, (mass[:, None] * Q).T, rtol=0, atol=1e-10)
+    root = mass.sqrt()
+    spectrum = torch.linalg.eigvalsh(root[:, None] * Q / root)
+    assert spectrum.min() > -1e-10
+    assert spectrum.max() < 1 + 1e-10
+    assert (Q >= 0).all()
+
+
+def test_gradients_by_the_weights_of_the_edges():
+    index, weight = edges_of(random_graph(6, 0.5))
+    half = index[0] < index[1]
+    weight = weight[half].clone().requires_grad_()
+    index = torch.cat([index[:, half], index[:, half].flip(0)], dim=1)
+    signal = torch.randn(6, 2, dtype=torch.float64, requires_grad=True)
+    mass = torch.rand(6, dtype=torch.float64) + 0.5
+
+    def function(weight, signal):
+        kernel = GraphKernel((index, weight.repeat(2)), 0.1)
+        return diffusion(kernel, mass=mass, tol=1e-13, max_iter=200) @ signal
+
+    assert gradcheck(function, (weight, signal))
+    assert gradgradcheck(function, (weight, signal))
+
+
+def test_absent_vertices_and_weights_over_many_decades():
+    kernel = GraphKernel(A.to_sparse_coo())
+    bias = torch.linspace(-2000, 2000, 30, dtype=torch.float64)
+    expected = torch.logsumexp(torch.log(torch.diag(A.sum(-1)) + A) + bias, dim=-1)
+    torch.testing.assert_close(kernel.attend(bias).lse, expected, rtol=0, atol=1e-9)
+    nothing = torch.full((30,), -torch.inf, dtype=torch.float64)
+    for some in (kernel, GraphKernel(A.to_sparse_coo(), 0.5)):
+        out, lse = some.attend(nothing, torch.ones(30, 1, dtype=torch.float64))
+        assert (lse == -torch.inf).all()
+        assert (out == 0).all()
+
+
+def test_isolated_vertices_and_components_are_said():
+    apart = torch.block_diag(STAR, STAR)
+    alone = torch.block_diag(STAR, torch.zeros(2, 2))
+    with pytest.raises(ValueError, match=r"2 of the 7 vertices have no edge.* Give an `eps` > 0"):
+        GraphKernel(alone)
+    q = diffusion(GraphKernel(alone, 0.1), tol=1e-10)
+    assert float(q.marginal_error) < 1e-9
+    assert repr(GraphKernel(apart)) == "GraphKernel(10 vertices, 8 edges, eps=0)"
+    assert "2 connected components, and nothing goes from one to another unless eps > 0" in str(GraphKernel(apart))
+    assert "3 connected components, joined by eps alone" in str(GraphKernel(alone, 0.1))
+    assert str(GraphKernel(STAR)) == repr(GraphKernel(STAR))
+    there = torch.zeros(10, dtype=torch.float64)
+    there[5:] = 1
+    torch.testing.assert_close(diffusion(GraphKernel(apart), tol=1e-12) @ there, there, rtol=0, atol=1e-10)
+
+
+def test_an_edge_index_with_more_vertices_than_it_names():
+    index = torch.tensor([[0, 1], [1, 0]])
+    assert GraphKernel((index, None)).shape == (2, 2)
+    assert GraphKernel((index.numpy(), None), 0.5, size=4).shape == (4, 4)
+    twice = GraphKernel((index.repeat(1, 2), torch.ones(4)))  # repeated edges add up
+    torch.testing.assert_close(twice.attend(torch.zeros(2)).lse, torch.log(torch.full((2,), 4.0)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((STAR - 2 * STAR,), "`adjacency` should not be negative; 8 of its 8"),
+        ((torch.triu(STAR),), r"`adjacency` should be symmetric.* Take `\(A \+ A.T\) / 2`"),
+        ((torch.triu(STAR) + 2 * torch.tril(STAR),), "one weight for them"),
+        ((STAR[:3],), r"`adjacency` should have shape \(N, N\); got \(3, 5\)"),
+        ((STAR * np.nan,), "`adjacency` should be finite"),
+        ((STAR, -1.0), "`eps` should be 0 or more, and finite; got -1.0"),
+        ((STAR, np.nan), "`eps` should be 0 or more"),
+        (((torch.zeros(3, 2, dtype=torch.int64), None),), r"`edge_index` should hold integers of shape \(2, E\)"),
+        (((torch.zeros(2, 3), None),), "`edge_index` should hold integers"),
+        (((torch.zeros(2, 3, dtype=torch.int64), torch.ones(2)),), r"one number an edge, shape \(3,\); got \(2,\)"),
+        (((torch.tensor([[0, 1], [1, -1]]), None),), "some that do not exist"),
+    ],
+)
+def test_wrong_input(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        GraphKernel(*arguments)
+
+
+def test_wrong_sizes():
+    with pytest.raises(ValueError, match="should name vertices from 0 to 1"):
+        GraphKernel((torch.tensor([[0, 2], [2, 0]]), None), size=2)
+    with pytest.raises(ValueError, match="`size` is for an edge_index"):
+        GraphKernel(STAR, size=7)
+    with pytest.raises(ValueError, match="`similarity` should be symmetric"):
+        MatrixKernel(torch.triu(STAR).to_sparse_coo())
+
+
+def test_many_edges_in_little_memory():
+    """200,000 edges and 64 channels: products for each edge and channel would be 13 million numbers."""
+    n = 20_000
+    index = torch.randint(n, (2, 100_000), generator=torch.Generator().manual_seed(0))
+    index = torch.cat([index, index.flip(0)], dim=1)
+    kernel = GraphKernel((index, None), 1e-6, size=n)
+    result = sinkhorn(kernel, tol=1e-5)
+    assert result.converged
+    q = diffusion(kernel, tol=1e-5)
+    signal = torch.rand(n, 64)
+    torch.testing.assert_close((q @ signal).mean(0), signal.mean(0), rtol=0, atol=1e-4)
