@@ -3,6 +3,7 @@
 from qattn import ragged
 from qattn.attended import Attended, merge
 from qattn.attention import attend, gaussian
+from qattn.axioms import AxiomReport, check_axioms
 from qattn.doctor import BackendReport, backends
 from qattn.kernels import GaussianKernel, GraphKernel, Kernel, MatrixKernel
 from qattn.operators import Diffusion, diffusion
@@ -12,6 +13,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Attended",
+    "AxiomReport",
     "BackendReport",
     "Diffusion",
     "GaussianKernel",
@@ -21,6 +23,7 @@ __all__ = [
     "SinkhornResult",
     "attend",
     "backends",
+    "check_axioms",
     "diffusion",
     "gaussian",
     "merge",
