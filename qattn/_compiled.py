@@ -1,7 +1,5 @@
 """Compiled functions, and the threads that share their work."""
 
-# mypy: disable-error-code="no-untyped-def"
-
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
