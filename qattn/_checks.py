@@ -252,6 +252,8 @@ def edges(name: str, given: Any, size: int | None = None) -> tuple[Tensor, Tenso
             )
         last = int(index.max()) if index.numel() else -1
         size = last + 1 if size is None else size
+        if size < 1:
+            raise ValueError("`edge_index` holds no edge. Give `size`, the number of vertices, with it.")
         if last >= size or (index < 0).any():
             raise ValueError(f"`edge_index` should name vertices from 0 to {size - 1}; got some that do not exist.")
         shape: tuple[int, ...] = (size, size)
@@ -268,7 +270,8 @@ def edges(name: str, given: Any, size: int | None = None) -> tuple[Tensor, Tenso
             index = dense.nonzero().T
             weight, shape = dense[tuple(index)], tuple(dense.shape)
         if len(shape) != 2 or shape[0] != shape[1] or shape[0] == 0:
-            raise ValueError(f"`{name}` should have shape (N, N); got {tuple(shape)}.")
+            remedy = " For an edge_index, give the pair `(edge_index, None)`." if shape[:1] == (2,) else ""
+            raise ValueError(f"`{name}` should have shape (N, N); got {tuple(shape)}.{remedy}")
         if size is not None and size != shape[0]:
             raise ValueError(f"`size` is for an edge_index; this matrix has {shape[0]} vertices, not {size}.")
     _finite(name, weight, "Leave those edges out.")
@@ -281,7 +284,7 @@ def edges(name: str, given: Any, size: int | None = None) -> tuple[Tensor, Tenso
     index, weight = matrix.indices(), matrix.values()
     mirrored = torch.sparse_coo_tensor(index.flip(0), weight, shape, check_invariants=False).coalesce()
     is_symmetric = mirrored.indices().shape == index.shape and (mirrored.indices() == index).all()
-    if not is_symmetric or ((mirrored.values() - weight).abs() > 1e-5 * weight.abs().amax()).any():
+    if not is_symmetric or ((mirrored.values() - weight).abs() > 1e-5 * torch.maximum(mirrored.values(), weight)).any():
         raise ValueError(
             f"`{name}` should be symmetric, with both directions of every edge and one weight for them. "
             "Take `(A + A.T) / 2`, or add the reversed edges."

@@ -4,6 +4,8 @@ import sys
 import time
 from typing import Any
 
+from torch import Tensor
+
 __all__ = ["Progress"]
 
 _PATIENCE = 2.0  # seconds
@@ -14,7 +16,7 @@ class Progress:
 
     Example:
         >>> with Progress("Sinkhorn") as progress:
-        ...     progress.advance(error="1e-3")
+        ...     progress.advance(error=torch.tensor(1e-3))
     """
 
     def __init__(self, name: str, total: int | None = None) -> None:
@@ -25,8 +27,8 @@ class Progress:
     def __enter__(self) -> "Progress":
         return self
 
-    def advance(self, **figures: str) -> None:
-        """One more pass, with figures to show beside it."""
+    def advance(self, **figures: Tensor) -> None:
+        """One more pass, with figures to show beside it: the largest of each tensor, read only if it is shown."""
         self._count += 1
         if self._bar is None:
             if time.monotonic() - self._start < _PATIENCE or not sys.stderr.isatty():
@@ -35,7 +37,7 @@ class Progress:
 
             self._bar = tqdm(desc=self._name, total=self._total, unit=" passes", leave=False, mininterval=0)
             self._bar.update(self._count - 1)
-        self._bar.set_postfix(figures, refresh=False)
+        self._bar.set_postfix({name: f"{float(x.amax()):.1e}" for name, x in figures.items()}, refresh=False)
         self._bar.update()
 
     def __exit__(self, *_: object) -> None:

@@ -176,7 +176,7 @@ def _iterate(
             error = torch.where(is_active, new, error)
             passes = passes + is_active
             errors.append(error)
-            progress.advance(error=f"{float(error.amax()):.1e}", tol=f"{tol:.1e}")
+            progress.advance(error=error)
             out = None  # of an earlier pass, whose potential is no longer the one
             if mean is not None and is_active.all():  # items that were done before would lack theirs
                 out = torch.exp(f + lse)[..., None].to(mean.dtype) * mean

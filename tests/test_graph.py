@@ -184,7 +184,18 @@ def test_wrong_input(arguments, message):
         GraphKernel(*arguments)
 
 
+def test_a_graph_without_edges():
+    none = torch.zeros(2, 0, dtype=torch.int64)
+    for kernel in (GraphKernel(torch.zeros(3, 3), 0.1), GraphKernel((none, None), 0.1, size=3)):
+        assert repr(kernel) == "GraphKernel(3 vertices, 0 edges, eps=0.1)"
+        torch.testing.assert_close(diffusion(kernel, tol=1e-6).to_dense(), torch.full((3, 3), 1 / 3))
+    with pytest.raises(ValueError, match=r"`edge_index` holds no edge\. Give `size`"):
+        GraphKernel((none, None), 0.1)
+
+
 def test_wrong_sizes():
+    with pytest.raises(ValueError, match=r"For an edge_index, give the pair `\(edge_index, None\)`"):
+        GraphKernel(torch.tensor([[0, 1, 2], [1, 2, 0]]))
     with pytest.raises(ValueError, match="should name vertices from 0 to 1"):
         GraphKernel((torch.tensor([[0, 2], [2, 0]]), None), size=2)
     with pytest.raises(ValueError, match="`size` is for an edge_index"):

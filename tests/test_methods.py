@@ -12,7 +12,7 @@ from cases import ball, dense, sphere
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import DataLoader, Dataset
 
-from qattn import GaussianKernel, MatrixKernel, diffusion
+from qattn import Attended, GaussianKernel, MatrixKernel, diffusion
 from qattn.kernels import fourier, methods
 from qattn.kernels.fourier import Fourier, FourierError
 
@@ -69,6 +69,26 @@ def test_errors_of_sums_multiples_and_matrices():
     assert float(wrong.error()) > 1e-2  # it would have been seen
     similarity = torch.rand(50, 50, dtype=torch.float64)
     assert float(MatrixKernel(similarity + similarity.T).error()) < 1e-12
+
+
+def test_errors_hide_nothing(monkeypatch):
+    """NaN is no error of 0, a row that is lost counts fully, and other seeds draw other rows."""
+    points = sphere(2000).float()
+    kernel = GaussianKernel(points, 0.3, method="tiles")
+    assert len({float(kernel.error(rows=3, seed=seed)) for seed in range(5)}) > 1
+    attend = kernel.attend
+    for wrong, expected in ((torch.nan, torch.nan), (-torch.inf, 1.0)):
+        monkeypatch.setattr(kernel, "attend", lambda bias, wrong=wrong: Attended(None, attend(bias).lse * 0 + wrong))
+        torch.testing.assert_close(float(kernel.error()), expected, equal_nan=True)
+
+
+def test_errors_of_a_ragged_batch_leave_out_the_padding():
+    """A row that is padding in one cloud and a point in the other is measured in the other alone."""
+    points = torch.stack([sphere(600).float(), torch.cat([sphere(500).float() + 20, torch.zeros(100, 3)])])
+    mass = torch.ones(2, 600)
+    mass[1, 500:] = 0
+    q = diffusion(points, 0.5, mass, method="fourier")
+    assert (q.error(rows=600) <= 1e-3).all()
 
 
 @pytest.mark.parametrize("method", APPROXIMATE)

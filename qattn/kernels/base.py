@@ -59,16 +59,16 @@ class Kernel(ABC):
         *batch, N, M = self.shape
         bias = torch.zeros(M, dtype=self.dtype, device=self.device) if bias is None else bias
         bias = bias.detach().expand(*batch, M)
-        is_present = torch.ones(N, dtype=torch.bool, device=self.device)
+        is_drawn = torch.ones(*batch, N, dtype=torch.bool)
         if N == M:
-            is_present = (bias > -torch.inf).reshape(-1, M).any(0)
-        candidates = is_present.nonzero()[:, 0]
-        chosen = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(seed))[:rows]
-        sample = candidates.cpu()[chosen]
+            is_drawn = (bias > -torch.inf).cpu()
+        candidates = is_drawn.reshape(-1, N).any(0).nonzero()[:, 0]
+        sample = candidates[torch.randperm(len(candidates), generator=torch.Generator().manual_seed(seed))[:rows]]
         with torch.no_grad():
             found = self.attend(bias).lse.cpu().double()[..., sample]
-        gap = torch.expm1(found - self.exact_lse(sample, bias)).abs()
-        largest = torch.where(gap.isnan(), 0, gap).amax(-1)  # −inf − (−inf): a cloud without keys
+        exact = self.exact_lse(sample, bias)
+        is_right = (found == exact) | ~is_drawn[..., sample]  # −inf in both, or drawn for another item of the batch
+        largest = torch.where(is_right, 0, torch.expm1(found - exact).abs()).amax(-1)
         return largest.to(self.device, self.dtype)
 
     @property

@@ -48,11 +48,11 @@ class Edges:
     def _product(self, weights: Tensor, value: Tensor) -> Tensor:
         """Σ_j w_ij v_j by one sparse product for each item of a batch: memory for the edges and the values alone."""
         batch = torch.broadcast_shapes(weights.shape[:-1], value.shape[:-2])
-        weights = weights.expand(*batch, -1).reshape(-1, weights.shape[-1])
-        values = value.expand(*batch, -1, -1).reshape(-1, *value.shape[-2:])
+        weights = weights.expand(*batch, -1).reshape(batch.numel(), weights.shape[-1])
+        values = value.expand(*batch, -1, -1).reshape(batch.numel(), *value.shape[-2:])
         shape = (self.size, self.size)
         items = [
             torch.sparse_coo_tensor(self.index, w, shape, is_coalesced=True, check_invariants=False) @ v
             for w, v in zip(weights, values, strict=True)
         ]
-        return torch.stack(items).reshape(*batch, self.size, -1)
+        return torch.stack(items).reshape(*batch, self.size, value.shape[-1])
