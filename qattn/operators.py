@@ -235,7 +235,7 @@ def diffusion(
     Args:
         points_or_kernel: Points of shape (*batch, N, d), a tensor or an array, or a `Kernel`.
         sigma: The bandwidth of the Gaussian kernel, a number or (H,) for one head each; only with points.
-        mass: Masses of shape (*batch, N), 0 for padding; 1/N each by default.
+        mass: Masses of shape (*batch, N), 0 for padding; those of the kernel, or 1/N each, by default.
         normalization: "sinkhorn" keeps constants and mass; "row", "symmetric" and "none" for comparison.
         tol: The mass-weighted mean of |Q1 − 1| at which normalising stops. The method of the Gaussian kernel may err by
             ten times that in a row sum, and at most by 1e-3.
@@ -257,7 +257,7 @@ def diffusion(
     _checks.positive("`tol`", tol)
     gaussian = partial(GaussianKernel, tol=min(10 * tol, _KERNEL_TOL))
     k: Kernel = _checks.kernel_of(points_or_kernel, sigma, kernel, Kernel, gaussian)
-    mass = _checks.mass(mass, k.shape, k.dtype, k.device)
+    mass = _checks.mass(k.mass if mass is None else mass, k.shape, k.dtype, k.device)
     value = None if signal is None else _checks.signal(signal, k.shape, k.device)
     columns = value[:, None] if value is not None and value.ndim == 1 else value
     zero = torch.zeros(k.shape[:-1], dtype=k.dtype, device=k.device)

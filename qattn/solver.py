@@ -98,8 +98,8 @@ def sinkhorn(
 
     Args:
         kernel: The kernel K, of shape (*batch, N, N).
-        mass: Masses m ≥ 0 of shape (*batch, N), or one that broadcasts; 1/N each by default. A point of mass 0
-            influences nothing, which is how padding works.
+        mass: Masses m ≥ 0 of shape (*batch, N), or one that broadcasts; those of the kernel, or 1/N each, by default.
+            A point of mass 0 influences nothing, which is how padding works.
         tol: Stops once the mass-weighted mean of |Q1 − 1| is below it, for each item of the batch by itself. With
             masses over many decades the lightest points hardly count in it: ask for less if they matter.
         max_iter: The most kernel passes. Missing `tol` by then is reported in the result and warned of, never raised.
@@ -119,7 +119,7 @@ def sinkhorn(
     _checks.integer("max_iter", max_iter, 1)
     _checks.one_of("adjoint", adjoint, ("implicit", "unroll", "detach"))
     _checks.one_of("iteration", iteration, ("chebyshev", "plain"))
-    mass = _checks.mass(mass, kernel.shape, kernel.dtype, kernel.device)
+    mass = _checks.mass(kernel.mass if mass is None else mass, kernel.shape, kernel.dtype, kernel.device)
     log_mass = log_of_mass(mass)
     start = None if init is None else _checks.potential(init, kernel.shape[:-1], kernel.dtype, kernel.device)
     tensors = mass, *kernel.tensors, *(() if value is None else (value,))

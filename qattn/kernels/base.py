@@ -72,6 +72,11 @@ class Kernel(ABC):
         return largest.to(self.device, self.dtype)
 
     @property
+    def mass(self) -> Tensor | None:
+        """The masses that its sites come with, (*batch, N), of sum 1; None if they are equal."""
+        return None
+
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype of its logarithms."""
         return torch.promote_types(self.tensors[0].dtype, torch.float32)
@@ -123,6 +128,11 @@ class SumKernel(PointKernel):
             rest = rest[count:]
         return SumKernel(*kernels)
 
+    @property
+    def mass(self) -> Tensor | None:
+        """The masses of the first that has any."""
+        return next((kernel.mass for kernel in self._kernels if kernel.mass is not None), None)
+
     def attend(self, bias: Tensor, value: Tensor | None = None) -> Attended:
         return reduce(merge, (kernel.attend(bias, value) for kernel in self._kernels))
 
@@ -155,6 +165,10 @@ class ScaledKernel(PointKernel):
 
     def replace(self, *tensors: Tensor) -> "ScaledKernel":
         return ScaledKernel(self._kernel.replace(*tensors[:-1]), tensors[-1])
+
+    @property
+    def mass(self) -> Tensor | None:
+        return self._kernel.mass
 
     def attend(self, bias: Tensor, value: Tensor | None = None) -> Attended:
         out, lse = self._kernel.attend(bias, value)
