@@ -5,7 +5,15 @@ from qattn.attended import Attended, merge
 from qattn.attention import attend, gaussian
 from qattn.axioms import AxiomReport, check_axioms
 from qattn.doctor import BackendReport, backends
-from qattn.kernels import GaussianKernel, GraphKernel, Kernel, MatrixKernel
+from qattn.kernels import (
+    ExponentialKernel,
+    GaussianKernel,
+    GraphKernel,
+    Kernel,
+    MaternKernel,
+    MatrixKernel,
+    RationalQuadraticKernel,
+)
 from qattn.operators import Diffusion, diffusion
 from qattn.solver import SinkhornResult, sinkhorn
 
@@ -16,10 +24,13 @@ __all__ = [
     "AxiomReport",
     "BackendReport",
     "Diffusion",
+    "ExponentialKernel",
     "GaussianKernel",
     "GraphKernel",
     "Kernel",
+    "MaternKernel",
     "MatrixKernel",
+    "RationalQuadraticKernel",
     "SinkhornResult",
     "attend",
     "backends",

@@ -13,8 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import DataLoader, Dataset
 
 from qattn import Attended, GaussianKernel, MatrixKernel, diffusion
-from qattn.kernels import fourier, methods
+from qattn.kernels import fourier, sites
 from qattn.kernels.fourier import Fourier, FourierError
+from qattn.kernels.methods import Methods
+from qattn.kernels.sites import Sites
 
 APPROXIMATE = ["tiles", "fourier"]
 SHAPES = {
@@ -237,12 +239,12 @@ def test_methods_by_device():
     """On the devices of others there is "exact"; on CUDA, "fourier" asks for its library."""
     elsewhere = torch.empty(10, 3, device="meta")
     with pytest.raises(ValueError, match="it takes points on cpu or cuda, and these are on meta"):
-        methods.Methods(elsewhere, elsewhere, torch.tensor(1.0), "tiles", 1e-3, "auto")
+        Methods(Sites(elsewhere, elsewhere), torch.tensor(1.0), "tiles", 1e-3, "auto")
     with FakeTensorMode():
         on_cuda = torch.empty(10, 3, device="cuda")
-        methods.Methods(on_cuda, on_cuda, torch.tensor(1.0), "tiles", 1e-3, "auto")
+        Methods(Sites(on_cuda, on_cuda), torch.tensor(1.0), "tiles", 1e-3, "auto")
         with pytest.raises(ValueError, match="cufinufft is not installed: `pip install cufinufft`"):
-            methods.Methods(on_cuda, on_cuda, torch.tensor(1.0), "fourier", 1e-3, "auto")
+            Methods(Sites(on_cuda, on_cuda), torch.tensor(1.0), "fourier", 1e-3, "auto")
 
 
 def test_fourier_says_when_it_needs_too_many_modes():
@@ -393,11 +395,12 @@ def test_workers_of_a_data_loader():
 
 def test_orders_and_tiles_are_made_once(monkeypatch):
     calls = []
-    kd_order = methods.kd_order
-    monkeypatch.setattr(methods, "kd_order", lambda points: calls.append(points.shape) or kd_order(points))
+    kd_order = sites.kd_order
+    monkeypatch.setattr(sites, "kd_order", lambda points: calls.append(points.shape) or kd_order(points))
     points = sphere(5000).float().requires_grad_()
     q = diffusion(GaussianKernel(points, [0.02, 0.03]))
     (q @ torch.randn(5000, 1)).sum().backward()
+    q.kernel.with_sigma([0.04, 0.05]).attend(torch.zeros(2, 5000))
     assert calls == [(1, 5000, 3)]
 
 

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from cases import dense
 from torch.utils.data import DataLoader, Dataset
 
 from qattn import _compiled, attend
@@ -137,3 +138,13 @@ def test_many_small_weights_do_not_round_away():
     key = torch.cat([torch.zeros(64, 1), torch.full((200_000, 1), 6.0)])
     out, _ = attend(torch.zeros(1, 1), key, torch.ones(len(key), 1), backend="native")
     torch.testing.assert_close(out, torch.ones(1, 1), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("dtype", "distance"), [(torch.float32, 1e8), (torch.float64, 1e16)])
+def test_keys_so_far_that_rounding_exceeds_one(dtype, distance):
+    """The largest weight of a row is 1 whatever its exponent; it once came out as anything at all."""
+    query, key = torch.zeros(70, 3, dtype=dtype), distance * torch.rand(130, 3, dtype=dtype)
+    out, lse = attend(query, key, torch.ones(130, 2, dtype=dtype), backend="native")
+    _, expected = dense(query, key)
+    torch.testing.assert_close(lse.double(), expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(out, torch.ones_like(out))

@@ -51,10 +51,10 @@ def _exponent(query, i, shift, keys, beta, t, j, dims):
     """β_j − ‖q_i − k_j‖² − shift_i for one register of keys of the tile t."""
     d = len(dims) if len(dims) > 0 else query.shape[1]
     s = load(beta, t * TILE + j)
-    if shift is not None:
-        s = add(s, splat(-shift[i]))
     for c in range(d):
         s = minus_square(s, load(keys, (t * d + c) * TILE + j), splat(query[i, c]))
+    if shift is not None:  # last, so that the largest is 0 however far the keys are
+        s = add(s, splat(-shift[i]))
     return s
 
 

@@ -4,5 +4,15 @@ from qattn.kernels.base import Kernel, PointKernel
 from qattn.kernels.gaussian import GaussianKernel
 from qattn.kernels.graph import GraphKernel
 from qattn.kernels.matrix import MatrixKernel
+from qattn.kernels.radial import ExponentialKernel, MaternKernel, RationalQuadraticKernel
 
-__all__ = ["GaussianKernel", "GraphKernel", "Kernel", "MatrixKernel", "PointKernel"]
+__all__ = [
+    "ExponentialKernel",
+    "GaussianKernel",
+    "GraphKernel",
+    "Kernel",
+    "MaternKernel",
+    "MatrixKernel",
+    "PointKernel",
+    "RationalQuadraticKernel",
+]

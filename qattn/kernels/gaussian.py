@@ -13,6 +13,7 @@ from qattn.attention.api import attend_by
 from qattn.attention.backend import Engine
 from qattn.kernels.base import PointKernel
 from qattn.kernels.methods import Methods
+from qattn.kernels.sites import Sites, scaled
 
 __all__ = ["GaussianKernel"]
 
@@ -45,17 +46,25 @@ class GaussianKernel(PointKernel):
         self._points = self._targets = _checks.points("points", points)
         self._sigma = _checks.bandwidth(sigma, self._points)
         self._method, self._tol, self._backend = method, tol, backend
+        self._sites = Sites(self._targets, self._points)
         self._methods = self._make_methods()
 
     def _make_methods(self) -> Methods:
-        return Methods(self._targets, self._points, self._sigma, self._method, self._tol, self._backend)
+        return Methods(self._sites, self._sigma, self._method, self._tol, self._backend)
 
     def __getstate__(self) -> dict[str, Any]:  # what is prepared stays behind: plans cannot be pickled
-        return {name: value for name, value in self.__dict__.items() if name != "_methods"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_sites", "_methods")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._sites = Sites(self._targets, self._points)
         self._methods = self._make_methods()
+
+    def _with(self, **changed: Any) -> "GaussianKernel":
+        """A copy with some of its parts changed."""
+        kernel = object.__new__(GaussianKernel)
+        kernel.__dict__.update(self.__dict__ | changed)
+        return kernel
 
     def __repr__(self) -> str:
         sigma = f"{float(self._sigma):g}" if self._sigma.ndim == 0 else f"{len(self._sigma)} bandwidths"
@@ -85,6 +94,16 @@ class GaussianKernel(PointKernel):
         return methods[0] if self._sigma.ndim == 0 else methods
 
     @property
+    def embeddings(self) -> tuple[Tensor, Tensor]:
+        """Queries (*batch, N, d) and keys (*batch, M, d) of its attention, x / σ; one object for a cloud and itself."""
+        return self._embedded(self._sigma)
+
+    @property
+    def diameter(self) -> float:
+        """A bound on the distance between any two of its points."""
+        return float(self._sites.extent.norm())
+
+    @property
     def tol(self) -> float:
         """The largest error of lse that is acceptable."""
         return self._tol
@@ -103,20 +122,24 @@ class GaussianKernel(PointKernel):
         return (self._points, self._sigma) if self._is_self else (self._points, self._sigma, self._targets)
 
     def replace(self, *tensors: Tensor) -> "GaussianKernel":
-        kernel = object.__new__(GaussianKernel)
-        kernel.__dict__.update(self.__dict__)
-        kernel._points, kernel._sigma = tensors[:2]
-        kernel._targets = kernel._points if self._is_self else tensors[2]
-        if (kernel.device, kernel._points.dtype) != (self.device, self._points.dtype):
+        points, sigma = tensors[:2]
+        targets = points if self._is_self else tensors[2]
+        kernel = self._with(_points=points, _sigma=sigma, _targets=targets)
+        if (points.device, points.dtype) != (self.device, self._points.dtype):
+            kernel._sites = Sites(targets, points)
             kernel._methods = kernel._make_methods()
+        return kernel
+
+    def with_sigma(self, sigma: Any) -> "GaussianKernel":
+        """The kernel of another bandwidth at the same points, which need not be prepared again."""
+        kernel = self._with(_sigma=_checks.bandwidth(sigma, self._points))
+        kernel._methods = kernel._make_methods()
         return kernel
 
     def at(self, points: Any) -> "GaussianKernel":
         targets = _checks.points("points", points).to(self._points)
         _checks.same_dimension(targets, self._points)
-        kernel = object.__new__(GaussianKernel)
-        kernel.__dict__.update(self.__dict__)
-        kernel._targets = targets
+        kernel = self._with(_targets=targets, _sites=Sites(targets, self._points))
         kernel._methods = kernel._make_methods()
         return kernel
 
@@ -138,10 +161,13 @@ class GaussianKernel(PointKernel):
             return Attended(None, lse)
         return Attended(torch.cat([part.out for part in parts], dim=-3).index_select(-3, back), lse)  # type: ignore[misc]
 
+    def _embedded(self, sigma: Tensor) -> tuple[Tensor, Tensor]:
+        key = scaled(self._points.to(self.dtype), sigma)
+        return key if self._is_self else scaled(self._targets.to(self.dtype), sigma), key
+
     def _attend_by(self, engine: Engine | None, sigma: Tensor, bias: Tensor, value: Tensor | None) -> Attended:
         """By an engine, which has been prepared for the batch of the kernel; by an attention backend if None."""
-        key = _scaled(self._points.to(self.dtype), sigma)
-        query = key if self._is_self else _scaled(self._targets.to(self.dtype), sigma)
+        query, key = self._embedded(sigma)
         if engine is None:
             return attend(query, key, value, bias=bias, tol=self._tol, backend=self._backend)
         batch = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
@@ -153,17 +179,8 @@ class GaussianKernel(PointKernel):
         return Attended(None if out is None or value is None else _unfold(out, value, batch), lse)
 
     def exact_lse(self, rows: Tensor, bias: Tensor) -> Tensor:
-        points, targets, sigma, bias = (
-            x.detach().cpu().double() for x in (self._points, self._targets, self._sigma, bias)
-        )
-        return attend(_scaled(targets[..., rows, :], sigma), _scaled(points, sigma), bias=bias).lse
-
-
-def _scaled(points: Tensor, sigma: Tensor) -> Tensor:
-    """x / σ, with a head axis if σ has one."""
-    if sigma.ndim == 0:
-        return points / sigma
-    return points[..., None, :, :] / sigma[:, None, None]  # (*batch, H, N, d)
+        query, key, bias = (x.detach().cpu().double() for x in (*self.embeddings, bias))
+        return attend(query[..., rows, :], key, bias=bias).lse
 
 
 def _extra_axes(value: Tensor, batch: torch.Size) -> tuple[torch.Size, list[int], list[int]]:

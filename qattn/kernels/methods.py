@@ -21,8 +21,9 @@ from qattn.attention.backend import Engine
 from qattn.attention.native import cutoff, in_base_2
 from qattn.kernels import fourier, tiles
 from qattn.kernels.fourier import Fourier, FourierError
+from qattn.kernels.sites import Sites
 from qattn.kernels.tiles import SortedCloud, Tiles
-from qattn.tiling import PART, TILE, kd_order
+from qattn.tiling import PART, TILE
 
 __all__ = ["METHODS", "Choice", "Methods"]
 
@@ -72,23 +73,20 @@ class Choice:
 
 
 class Methods:
-    """The methods of a Gaussian kernel between targets and points, one for each bandwidth.
+    """The methods of a Gaussian kernel between the targets and points of some sites, one for each bandwidth.
 
     Args:
-        targets: Positions (*batch, N, d).
-        points: Positions (*batch, M, d); the same object as the targets for a cloud and itself.
+        sites: Where the kernel is.
         sigma: The bandwidth, without axes or (H,).
         method: One of `METHODS` or "auto".
         tol: The largest error of lse that is acceptable.
         backend: Which attention backend; those that "tiles" does not know leave only "exact".
     """
 
-    def __init__(self, targets: Tensor, points: Tensor, sigma: Tensor, method: str, tol: float, backend: str) -> None:
+    def __init__(self, sites: Sites, sigma: Tensor, method: str, tol: float, backend: str) -> None:
         _checks.one_of("method", method, ("auto", *METHODS))
-        self._is_self = targets is points
-        self._given = targets.detach(), points.detach()
-        self._batch = torch.broadcast_shapes(targets.shape[:-2], points.shape[:-2])
-        self._sigma, self._method, self._tol, self._backend = sigma.detach(), method, tol, backend
+        self._sites, self._sigma = sites, sigma.detach()
+        self._method, self._tol, self._backend = method, tol, backend
         self._engines: dict[str, Engine | None] = {}
         self._counted: tuple[SortedCloud, SortedCloud] | None = None  # the last whose near tiles were counted
         self._given_up: dict[int, str] = {}  # heads for which fourier has been tried in vain, and why
@@ -96,27 +94,9 @@ class Methods:
             for reason in self._reasons(method):
                 raise ValueError(f'`method="{method}"` cannot be used here: {reason}.')
 
-    @cached_property
-    def _clouds(self) -> tuple[Tensor, Tensor]:
-        """Targets (*batch, N, d) and points (*batch, M, d) about the mean of the points; one object for the same."""
-        targets, points = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in self._given)
-        origin = points.mean(-2, keepdim=True)
-        points = (points - origin).expand(*self._batch, -1, -1)
-        return points if self._is_self else (targets - origin).expand(*self._batch, -1, -1), points
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """N and M."""
-        targets, points = self._given
-        return targets.shape[-2], points.shape[-2]
-
-    @property
-    def _device(self) -> torch.device:
-        return self._given[1].device
-
     def _reasons(self, method: str) -> list[str]:
         """Why a method cannot be used, whatever the bandwidth."""
-        device, d = self._device.type, self._given[1].shape[-1]
+        device, d = self._sites.device.type, self._sites.dims
         reasons = []
         if method == "fourier":
             if d > fourier.DIMENSIONS:
@@ -126,7 +106,7 @@ class Methods:
         if method == "tiles" and self._backend not in ("auto", *tiles.BACKENDS):
             reasons.append(f'it takes the backends {" and ".join(tiles.BACKENDS)}, not "{self._backend}"')
         by_flex = self._backend == "flex" or (self._backend == "auto" and device == "cuda")
-        if method == "tiles" and by_flex and self._given[1].dtype == torch.float64:
+        if method == "tiles" and by_flex and self._sites.dtype == torch.float64:
             reasons.append("it goes by FlexAttention, which does not take float64")
         if method != "exact" and device not in _COSTS:
             reasons.append(f"it takes points on cpu or cuda, and these are on {device}")
@@ -146,7 +126,7 @@ class Methods:
         groups: list[tuple[Tensor | None, Engine | None]] = []
         for method in dict.fromkeys(methods):
             heads = [head for head, name in enumerate(methods) if name == method]
-            index = None if len(heads) == len(methods) else torch.tensor(heads, device=self._device)
+            index = None if len(heads) == len(methods) else torch.tensor(heads, device=self._sites.device)
             if method not in self._engines:
                 self._engines[method] = self._engine(method, index)
             groups.append((index, self._engines[method]))
@@ -158,43 +138,7 @@ class Methods:
         self._given_up |= dict.fromkeys(numbers, str(error))
         self._engines.clear()
         del self.choices
-        return Tiles(*self._sorted(self._sigma if heads is None else self._sigma[heads]), self._backend)
-
-    def _scaled(self, sigma: Tensor) -> tuple[Tensor, Tensor]:
-        """Targets and points by σ, flattened to (B, N, d) and (B, M, d)."""
-        if sigma.ndim:
-            sigma = sigma[:, None, None]
-
-        def scaled(x: Tensor) -> Tensor:
-            x = (x[..., None, :, :] if sigma.ndim else x) / sigma
-            return x.reshape(-1, *x.shape[-2:])
-
-        targets, points = self._clouds
-        points = scaled(points)
-        return points if self._is_self else scaled(targets), points
-
-    @cached_property
-    def _orders(self) -> tuple[Tensor, Tensor]:
-        """The orders of the targets and of the points, (*batch, N) and (*batch, M)."""
-
-        def order(x: Tensor) -> Tensor:
-            return kd_order(x.reshape(-1, *x.shape[-2:]).cpu()).reshape(*self._batch, -1)
-
-        targets, points = self._clouds
-        last = order(points)
-        return last if self._is_self else order(targets), last
-
-    def _sorted(self, sigma: Tensor) -> tuple[SortedCloud, SortedCloud]:
-        """Targets and points by σ, in tiles."""
-
-        def cloud(points: Tensor, order: Tensor) -> SortedCloud:
-            if sigma.ndim:
-                order = order[..., None, :].expand(*self._batch, len(sigma), -1)
-            return SortedCloud(points, order.reshape(-1, order.shape[-1]))
-
-        targets, points = self._scaled(sigma)
-        last = cloud(points, self._orders[1])
-        return last if self._is_self else cloud(targets, self._orders[0]), last
+        return Tiles(*self._sites.sorted(self._sigma if heads is None else self._sigma[heads]), self._backend)
 
     def _engine(self, method: str, heads: Tensor | None) -> Engine | None:
         sigma = self._sigma if heads is None else self._sigma[heads]
@@ -202,22 +146,22 @@ class Methods:
             return None
         counted, self._counted = self._counted, None
         if method == "tiles":
-            return Tiles(*(counted if counted and sigma.ndim == 0 else self._sorted(sigma)), self._backend)
+            return Tiles(*(counted if counted and sigma.ndim == 0 else self._sites.sorted(sigma)), self._backend)
         instead = partial(self._instead_of_fourier, heads) if self._method == "auto" else None
-        return Fourier(*self._scaled(sigma), instead)
+        return Fourier(*self._sites.scaled(sigma), instead)
 
     def _choose(self, head: int, sigma: float) -> Choice:
         """The cheapest method for a bandwidth."""
         if self._method != "auto":
             note = "as asked for"
-            if self._method == "tiles" and self._given[1].shape[-1] > _FEW_DIMENSIONS:
-                note += f"; in {self._given[1].shape[-1]} dimensions boxes overlap, and few pairs are left out"
+            if self._method == "tiles" and self._sites.dims > _FEW_DIMENSIONS:
+                note += f"; in {self._sites.dims} dimensions boxes overlap, and few pairs are left out"
             return Choice(self._method, {self._method: note}, {})
-        N, M = self.size
-        clouds = self._batch.numel()
+        N, M = self._sites.size
+        clouds = self._sites.batch.numel()
         pairs = N * M * clouds
-        costs = _COSTS.get(self._device.type, _COSTS["cpu"])
-        threads = torch.get_num_threads() if self._device.type == "cpu" else 1
+        costs = _COSTS.get(self._sites.device.type, _COSTS["cpu"])
+        threads = torch.get_num_threads() if self._sites.device.type == "cpu" else 1
         seconds = {"exact": 1e-9 * costs.pair * pairs / threads}
         if pairs <= _FEW_PAIRS:
             return Choice("exact", {"exact": f"all {pairs:.1e} pairs, too few to think about"}, seconds)
@@ -227,7 +171,7 @@ class Methods:
             reasons["fourier"].append(self._given_up[head])
 
         if not reasons["fourier"]:
-            extent = (self._extent / sigma).tolist()
+            extent = (self._sites.extent / sigma).tolist()
             error = fourier.first_error(self._tol, self._least_sum(sigma), math.sqrt(M))
             shape = fourier.modes(extent, error)
             count, limit = math.prod(shape), fourier.most_modes(N + M)
@@ -243,7 +187,7 @@ class Methods:
         if not reasons["tiles"]:
             # No cloud in a box has fewer pairs in reach than an even one, which may settle it without sorting.
             reach = math.sqrt(2 * math.log(1 / min(self._tol, 0.5)))
-            volume = math.prod(max(1.0, side / sigma / reach) for side in self._extent.tolist())
+            volume = math.prod(max(1.0, side / sigma / reach) for side in self._sites.extent.tolist())
             least = 1e-9 * costs.pair * pairs / volume / threads
             if least > 2 * min(seconds.values()):
                 notes["tiles"] = f"at least {_about(least)}: too many pairs in reach"
@@ -256,15 +200,9 @@ class Methods:
         best = min(seconds, key=lambda name: _WORK[name] * seconds[name])
         return Choice(best, {name: notes[name] for name in METHODS}, seconds)
 
-    @cached_property
-    def _extent(self) -> Tensor:
-        """The sides of the box about all clouds, (d,)."""
-        both = torch.cat([x.reshape(-1, x.shape[-1]) for x in self._clouds])
-        return (both.amax(0) - both.amin(0)).double()
-
     def _least_sum(self, sigma: float) -> float:
         """The least Σ_j K_ij of a few rows, for equal weights."""
-        targets, points = self._scaled(torch.tensor(sigma, device=self._device))
+        targets, points = self._sites.scaled(torch.tensor(sigma, device=self._sites.device))
         rows = targets[:, :: -(-targets.shape[1] // _ROWS)]
         return float(torch.exp(attend(rows, points).lse.amin()))
 
@@ -272,8 +210,8 @@ class Methods:
         """How many pairs of tiles are near, and of points in near parts of them: from a sample, for equal biases."""
         from qattn.attention._near import count_near  # here, because importing Numba takes a while
 
-        dtype = self._clouds[1].dtype
-        self._counted = self._sorted(torch.tensor(sigma))
+        dtype = self._sites.clouds[1].dtype
+        self._counted = self._sites.sorted(torch.tensor(sigma))
         targets, points = (cloud.tiling(dtype) for cloud in self._counted)
         bias = torch.zeros(points.clouds, points.size, dtype=dtype)
         limit = cutoff(targets, points, in_base_2(points, bias)[0], self._tol)
