@@ -12,6 +12,7 @@ from qattn.kernels import (
     Kernel,
     MaternKernel,
     MatrixKernel,
+    MixtureKernel,
     RationalQuadraticKernel,
 )
 from qattn.operators import Diffusion, diffusion
@@ -30,6 +31,7 @@ __all__ = [
     "Kernel",
     "MaternKernel",
     "MatrixKernel",
+    "MixtureKernel",
     "RationalQuadraticKernel",
     "SinkhornResult",
     "attend",

@@ -75,9 +75,7 @@ class Tiling:
         self.clouds, self.size, self.dims = points.shape
         self.tiles = -(-self.size // TILE)  # of each cloud
         self.order = order
-        points = self.sort(points * _FACTOR)
-        points = torch.cat([points, points[:, -1:].expand(-1, self.tiles * TILE - self.size, -1)], dim=1)
-        self.points = rearrange(points, "b (t i) d -> (b t) i d", i=TILE).contiguous()
+        self.points = self.tiled(points * _FACTOR).contiguous()
 
     @cached_property
     def columns(self) -> Tensor:
@@ -98,6 +96,16 @@ class Tiling:
     def unsort(self, x: Tensor) -> Tensor:
         """x (B, N) or (B, N, C) back in the order of the cloud."""
         return x if self.order is None else _take(x, self._rank.to(x.device))
+
+    def tiled(self, x: Tensor) -> Tensor:
+        """x (B, N) or (B, N, C) as (B T, TILE[, C]), the last row repeated to fill the last tile."""
+        last = torch.arange(self.tiles * TILE, device=x.device).clamp(max=self.size - 1)
+        rows = x[:, last] if self.order is None else _take(x, self.order[:, last.cpu()].to(x.device))
+        return rows.reshape(-1, TILE, *x.shape[2:])
+
+    def untiled(self, x: Tensor) -> Tensor:
+        """x (B T, TILE[, C]) as (B, N[, C]), in the order of the cloud."""
+        return self.unsort(x.reshape(self.clouds, self.tiles * TILE, *x.shape[2:])[:, : self.size])
 
     @cached_property
     def tree(self) -> Tree:
@@ -127,7 +135,7 @@ def _take(x: Tensor, index: Tensor) -> Tensor:
     """Rows of x (B, N, …) by index (B, N)."""
     if len(x) == 1:
         return x[0].index_select(0, index[0])[None]
-    return x.gather(1, index if x.ndim == 2 else index[..., None].expand_as(x))
+    return x.gather(1, index if x.ndim == 2 else index[..., None].expand(-1, -1, x.shape[2]))
 
 
 def _joined(boxes: Tensor, count: int) -> Tensor:

@@ -17,7 +17,7 @@ from numba import njit
 
 from qattn._compiled import compiled
 
-__all__ = ["Cutoff", "count_near", "list_near_tiles", "near_parts", "near_tiles"]
+__all__ = ["Cutoff", "box_gap", "box_span", "count_near", "list_near_tiles", "near_parts", "near_tiles"]
 
 _SHARES = 12  # log₂ of the most tiles among which the tolerance is shared out
 
@@ -38,7 +38,7 @@ class Cutoff(NamedTuple):
 
 
 @njit(forceinline=True)
-def _gap(boxes, a, others, b):
+def box_gap(boxes, a, others, b):
     """The squared distance between two boxes."""
     d = boxes.shape[1] // 2
     total = boxes.dtype.type(0)
@@ -50,7 +50,7 @@ def _gap(boxes, a, others, b):
 
 
 @njit(forceinline=True)
-def _span(boxes, a, others, b):
+def box_span(boxes, a, others, b):
     """The largest squared distance between points of two boxes."""
     d = boxes.shape[1] // 2
     total = boxes.dtype.type(0)
@@ -78,10 +78,10 @@ def near_tiles(tile, cutoff, found, most, least):
         height -= 1
         level, i = stack[height, 0], stack[height, 1]
         node = starts[level] + i
-        high = tops[node] - _gap(boxes, box, nodes, node)
+        high = tops[node] - box_gap(boxes, box, nodes, node)
         if not high > floor + cutoff.tol - _SHARES:
             continue
-        low = tops[node] - _span(boxes, box, nodes, node)
+        low = tops[node] - box_span(boxes, box, nodes, node)
         floor = max(floor, low)
         if level == 0:
             found[count], most[count], least[count] = cloud * starts[1] + i, high, low
@@ -92,7 +92,7 @@ def near_tiles(tile, cutoff, found, most, least):
         # The child that is sure to add more comes next: the floor rises sooner, and more is left out.
         swap = False
         if is_pair:
-            one, two = _span(boxes, box, nodes, first), _span(boxes, box, nodes, first + 1)
+            one, two = box_span(boxes, box, nodes, first), box_span(boxes, box, nodes, first + 1)
             swap = tops[first] - one < tops[first + 1] - two
             stack[height, 0], stack[height, 1] = level - 1, 2 * i + (not swap)
             height += 1
@@ -124,7 +124,7 @@ def near_parts(row, tiles, cutoff, least, parts, near):
     for tile in tiles:
         for part in range(tile * parts, (tile + 1) * parts):
             near[count] = part
-            count += cutoff.part_tops[part] - _gap(cutoff.query_parts, row, cutoff.key_parts, part) > least
+            count += cutoff.part_tops[part] - box_gap(cutoff.query_parts, row, cutoff.key_parts, part) > least
     return count
 
 

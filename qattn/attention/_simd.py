@@ -152,6 +152,56 @@ def add(_, a, b):
 
 
 @intrinsic
+def subtract(_, a, b):
+    """a − b."""
+
+    def emit(context, builder, signature, arguments):
+        return builder.fsub(*arguments)
+
+    return a(a, b), emit
+
+
+@intrinsic
+def multiply(_, a, b):
+    """a b."""
+
+    def emit(context, builder, signature, arguments):
+        return builder.fmul(*arguments)
+
+    return a(a, b), emit
+
+
+@intrinsic
+def multiply_add(_, a, b, c):
+    """a b + c, rounded once."""
+
+    def emit(context, builder, signature, arguments):
+        return _fma(builder, _FLOATS[a.dtype], *arguments)
+
+    return a(a, b, c), emit
+
+
+@intrinsic
+def divide(_, a, b):
+    """a / b."""
+
+    def emit(context, builder, signature, arguments):
+        return builder.fdiv(*arguments)
+
+    return a(a, b), emit
+
+
+@intrinsic
+def root(_, a):
+    """√a."""
+
+    def emit(context, builder, signature, arguments):
+        return _call(builder, "sqrt", _FLOATS[a.dtype], *arguments)
+
+    return a(a), emit
+
+
+@intrinsic
 def minus_square(_, s, a, b):
     """s − (a − b)², rounded twice."""
 

@@ -60,7 +60,7 @@ def attend_tilings(
     """
     from qattn.attention import _loops, _simd  # here, because importing Numba takes a while
 
-    B, N, M = query.clouds, query.size, key.size
+    B, M = query.clouds, key.size
     dtype = query.points.dtype
     bias = torch.zeros(B, M, dtype=dtype) if bias is None else bias.to(dtype)
     beta, top = in_base_2(key, bias)
@@ -96,10 +96,10 @@ def attend_tilings(
 
     chunks = range(0, tiles, chunk)
     share(run, chunks, len(chunks))
-    lse = query.unsort(lse.reshape(B, -1)[:, :N]) * math.log(2) + top
+    lse = query.untiled(lse) * math.log(2) + top
     if value is None:
         return Attended(None, lse)
-    return Attended(query.unsort(out.reshape(B, query.tiles * TILE, channels)[:, :N, :C]).to(value.dtype), lse)
+    return Attended(query.untiled(out[..., :C]).to(value.dtype), lse)
 
 
 def in_base_2(key: Tiling, bias: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@ from qattn.kernels.base import Kernel, PointKernel
 from qattn.kernels.gaussian import GaussianKernel
 from qattn.kernels.graph import GraphKernel
 from qattn.kernels.matrix import MatrixKernel
+from qattn.kernels.mixture import MixtureKernel
 from qattn.kernels.radial import ExponentialKernel, MaternKernel, RationalQuadraticKernel
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "Kernel",
     "MaternKernel",
     "MatrixKernel",
+    "MixtureKernel",
     "PointKernel",
     "RationalQuadraticKernel",
 ]

@@ -1,6 +1,5 @@
 r"""The Gaussian kernel of a cloud: K_ij = exp(−‖x_i − x_j‖² / 2σ²), which is attention between the points x / σ."""
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -9,10 +8,10 @@ from torch import Tensor
 from qattn import _checks
 from qattn.attended import Attended
 from qattn.attention import attend
-from qattn.attention.api import attend_by
 from qattn.attention.backend import Engine
 from qattn.kernels.base import PointKernel
 from qattn.kernels.methods import Methods
+from qattn.kernels.prepared import attend_prepared
 from qattn.kernels.sites import Sites, scaled
 
 __all__ = ["GaussianKernel"]
@@ -170,38 +169,8 @@ class GaussianKernel(PointKernel):
         query, key = self._embedded(sigma)
         if engine is None:
             return attend(query, key, value, bias=bias, tol=self._tol, backend=self._backend)
-        batch = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
-        _checks.bias_of_kernel(bias, batch)
-        if not self._is_self:
-            query, key = (x.expand(*batch, -1, -1) for x in (query, key))
-        folded = None if value is None else _fold(value, batch)
-        out, lse = attend_by(partial(_checks.engine_takes, engine), query, key, folded, bias=bias, tol=self._tol)
-        return Attended(None if out is None or value is None else _unfold(out, value, batch), lse)
+        return attend_prepared(engine, query, key, value, bias, self._tol)
 
     def exact_lse(self, rows: Tensor, bias: Tensor) -> Tensor:
         query, key, bias = (x.detach().cpu().double() for x in (*self.embeddings, bias))
         return attend(query[..., rows, :], key, bias=bias).lse
-
-
-def _extra_axes(value: Tensor, batch: torch.Size) -> tuple[torch.Size, list[int], list[int]]:
-    """The batch of kernel and value together, its axes that the kernel has, and those that only the value has."""
-    whole = torch.broadcast_shapes(value.shape[:-2], batch)
-    own = (1,) * (len(whole) - len(batch)) + tuple(batch)
-    extra = [axis for axis in range(len(whole)) if own[axis] == 1 and whole[axis] != 1]
-    return whole, [axis for axis in range(len(whole)) if axis not in extra], extra
-
-
-def _fold(value: Tensor, batch: torch.Size) -> Tensor:
-    """Values (*whole, M, C) with the axes that the kernel lacks among the channels: (*batch, M, …)."""
-    whole, kept, extra = _extra_axes(value, batch)
-    axes = [*kept, len(whole), *extra, len(whole) + 1]
-    return value.expand(*whole, -1, -1).permute(axes).reshape(*batch, value.shape[-2], -1)
-
-
-def _unfold(out: Tensor, value: Tensor, batch: torch.Size) -> Tensor:
-    """Back from (*batch, N, …) to (*whole, N, C)."""
-    whole, kept, extra = _extra_axes(value, batch)
-    N, C = out.shape[-2], value.shape[-1]
-    out = out.reshape(*(whole[a] for a in kept), N, *(whole[a] for a in extra), C)
-    axes = [*kept, len(whole), *extra, len(whole) + 1]
-    return out.permute(*(axes.index(a) for a in range(len(axes))))

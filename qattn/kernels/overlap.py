@@ -1,0 +1,258 @@
+r"""Attention between Gaussians: the score −½ (x − y)ᵀ C⁻¹ (x − y) − ½ log det C with C = A + B.
+
+A Gaussian is embedded as its mean and covariance: (x, v) for A = v I, (x, v_1 … v_d) for a diagonal A, and x with the
+upper triangle of A, row by row, for a full one. Everything is in units of σ, and A contains ½ I, so that C ≥ I.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from qattn._compiled import share
+from qattn.attended import Attended
+from qattn.attention.backend import Engine
+from qattn.attention.inputs import Inputs
+from qattn.attention.native import LOWEST, in_base_2
+from qattn.attention.reference import Reference
+from qattn.tiling import PART, TILE, Tiling, kd_order
+
+__all__ = ["DIMENSIONS", "NearOverlaps", "Overlap"]
+
+DIMENSIONS = 3  # that the compiled loop takes
+_CHUNKS = 16  # of tiles, for each thread
+_PAIRS = 2**20  # of Gaussians whose tiles are gathered at once
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """The score of embedded Gaussians.
+
+    Attributes:
+        dims: The dimension d of the means.
+        kind: "isotropic", "diagonal" or "full".
+        has_determinant: Whether −½ log det C is part of it.
+    """
+
+    dims: int
+    kind: str
+    has_determinant: bool
+
+    def __call__(self, query: Sequence[Tensor], key: Sequence[Tensor]) -> Tensor:
+        d = self.dims
+        apart = [q - k for q, k in zip(query[:d], key[:d], strict=True)]
+        added = [q + k for q, k in zip(query[d:], key[d:], strict=True)]
+        pivots = added * d if self.kind == "isotropic" else added
+        if self.kind == "full":
+            apart, pivots = _eliminated(apart, added)
+        form = apart[0] ** 2 / pivots[0]
+        determinant = pivots[0]
+        for x, pivot in zip(apart[1:], pivots[1:], strict=True):
+            form = form + x**2 / pivot
+            determinant = determinant * pivot
+        return -0.5 * (form + torch.log(determinant)) if self.has_determinant else -0.5 * form
+
+    def embed(self, means: Tensor, covariances: Tensor, sigma: Tensor) -> Tensor:
+        """Means (*batch, N, d) and covariances in units of σ, with a head axis before N if σ has one."""
+        if self.kind == "isotropic":
+            numbers, identity = covariances[..., None], covariances.new_ones(1)
+        elif self.kind == "diagonal":
+            numbers, identity = covariances, covariances.new_ones(self.dims)
+        else:
+            row, column = torch.triu_indices(self.dims, self.dims, device=covariances.device)
+            numbers, identity = covariances[..., row, column], (row == column).to(covariances)
+        if sigma.ndim:
+            means, numbers, sigma = means[..., None, :, :], numbers[..., None, :, :], sigma[:, None, None]
+        means, numbers = means / sigma, numbers / sigma**2 + 0.5 * identity
+        batch = torch.broadcast_shapes(means.shape[:-1], numbers.shape[:-1])
+        return torch.cat([means.expand(*batch, -1), numbers.expand(*batch, -1)], dim=-1)
+
+    def in_space(self, embedded: Tensor) -> Tensor:
+        """The same as full Gaussians in three dimensions, (…, 9): axes that are missing have mean 0 and variance ½."""
+        d = self.dims
+        means, numbers = embedded[..., :d], embedded[..., d:]
+        matrix = 0.5 * torch.eye(DIMENSIONS, dtype=embedded.dtype, device=embedded.device)
+        matrix = matrix.repeat(*embedded.shape[:-1], 1, 1)
+        if self.kind == "full":
+            row, column = torch.triu_indices(d, d)
+            matrix[..., row, column] = matrix[..., column, row] = numbers
+        else:
+            matrix[..., range(d), range(d)] = numbers
+        row, column = torch.triu_indices(DIMENSIONS, DIMENSIONS)
+        return torch.cat([pad(means, (0, DIMENSIONS - d)), matrix[..., row, column]], dim=-1)
+
+
+def _eliminated(x: Sequence[Tensor], triangle: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """L⁻¹x and the pivots D of C = L D Lᵀ, given by its upper triangle: then xᵀC⁻¹x = Σ (L⁻¹x)² / D."""
+    d, x = len(x), list(x)
+    index = {(i, j): n for n, (i, j) in enumerate((i, j) for i in range(d) for j in range(i, d))}
+    C = {(i, j): triangle[n] for (i, j), n in index.items()}
+    for k in range(d):
+        for i in range(k + 1, d):
+            factor = C[k, i] / C[k, k]
+            x[i] = x[i] - factor * x[k]
+            for j in range(i, d):
+                C[i, j] = C[i, j] - factor * C[k, j]
+    return x, [C[k, k] for k in range(d)]
+
+
+class _Cloud:
+    """Gaussians (B, N, 9) in tiles, in the order of a k-d tree of their means and of how far they reach."""
+
+    def __init__(self, gaussians: Tensor) -> None:
+        means, triangle = gaussians.detach().cpu().double().split([3, 6], dim=-1)
+        row, column = torch.triu_indices(3, 3)
+        matrices = means.new_zeros(*means.shape, 3)
+        matrices[..., row, column] = matrices[..., column, row] = triangle
+        eigenvalues = torch.linalg.eigvalsh(matrices)  # (B, N, 3), rising
+        order = kd_order(torch.cat([means, eigenvalues[..., -1:].sqrt()], dim=-1))
+        self.tiling = Tiling(means, order)
+        self.rows = torch.cat([self.tiling.points, self.tiling.tiled(triangle)], dim=-1)  # (B T, TILE, 9)
+        self.columns = self.rows.mT.contiguous()  # (B T, 9, TILE)
+        eigenvalues = self.tiling.tiled(eigenvalues)  # (B T, TILE, 3)
+        self._spread, self._size = eigenvalues[..., -1], eigenvalues.prod(-1) ** (1 / 3)
+        self.log_own = -0.5 * torch.log2(2 * eigenvalues).sum(-1)  # of 1 / √det C with itself, (B T, TILE)
+
+    @cached_property
+    def parts(self) -> Any:
+        """What bounds the Gaussians of each part."""
+        spread, size = (x.reshape(-1, PART) for x in (self._spread, self._size))
+        return _nodes(self.tiling.tree.parts, spread.amax(-1), size.amin(-1))
+
+    @cached_property
+    def nodes(self) -> Any:
+        """What bounds those of each tile, pair of tiles, and so on up to the whole."""
+        levels = [
+            torch.stack([self._spread.amax(-1), -self._size.amin(-1)], dim=-1).unflatten(0, (self.tiling.clouds, -1))
+        ]
+        while levels[-1].shape[1] > 1:
+            last = levels[-1]
+            even = torch.cat([last, last[:, -1:]], dim=1)[:, : last.shape[1] + last.shape[1] % 2]
+            levels.append(even.unflatten(1, (-1, 2)).amax(2))
+        spread, size = torch.cat(levels, dim=1).unbind(-1)  # (B, nodes)
+        return _nodes(self.tiling.tree.nodes, spread.contiguous(), -size)
+
+
+def _nodes(*tensors: Tensor) -> Any:
+    from qattn.kernels._overlap import Nodes  # here, because importing Numba takes a while
+
+    return Nodes(*(tensor.numpy() for tensor in tensors))
+
+
+class NearOverlaps(Engine):
+    """Attention between Gaussians that are near enough to matter: compiled on a CPU, or in torch, with gradients.
+
+    Args:
+        overlap: The score.
+        query: The embedded Gaussians that attend, (B, N, D).
+        key: Those attended to; the same object for a mixture and itself.
+    """
+
+    def __init__(self, overlap: Overlap, query: Tensor, key: Tensor) -> None:
+        self._overlap = overlap
+        self._key = _Cloud(overlap.in_space(key.detach()))
+        self._query = self._key if query is key else _Cloud(overlap.in_space(query.detach()))
+
+    def not_supported_reasons(self, inputs: Inputs) -> list[str]:
+        return []
+
+    def attend(self, inputs: Inputs) -> Attended:
+        bias = inputs.key.new_zeros(inputs.key.shape[:2]) if inputs.bias is None else inputs.bias
+        beta, top = in_base_2(self._key.tiling, bias.detach().cpu().double())
+        cutoff = self._cutoff(beta, inputs.tol)
+        if inputs.device.type == "cpu" and not inputs.needs_gradients:
+            return self._compiled(inputs, beta, top, cutoff)
+        return self._listed(inputs, bias, cutoff)
+
+    def _cutoff(self, beta: Tensor, tol: float) -> Any:
+        from qattn.kernels._overlap import Cutoff
+
+        query, key = self._query, self._key
+        # A row has at least what it adds to itself.
+        own = key.log_own if self._overlap.has_determinant else torch.zeros_like(key.log_own)
+        floors = (beta + own).amin(-1) if query is key else beta.new_full((len(query.rows),), -torch.inf)
+        part_tops, tops = key.tiling.tops(beta)
+        return Cutoff(
+            tol=math.log2(tol),
+            has_determinant=self._overlap.has_determinant,
+            floors=floors.numpy(),
+            queries=query.nodes,
+            query_parts=query.parts,
+            keys=key.nodes,
+            key_parts=key.parts,
+            tops=tops.numpy(),
+            part_tops=part_tops.numpy(),
+            starts=key.tiling.tree.starts.numpy(),
+            query_tiles=query.tiling.tiles,
+        )
+
+    def _compiled(self, inputs: Inputs, beta: Tensor, top: Tensor, cutoff: Any) -> Attended:
+        """By the compiled loop, in float64: a covariance that is much longer than wide needs the digits."""
+        from qattn.attention._simd import REGISTER_BYTES
+        from qattn.kernels._overlap import attend_gaussians
+
+        query, key = self._query, self._key
+        tiles, C = len(query.rows), inputs.channels
+        lanes = REGISTER_BYTES // beta.itemsize
+        channels = -(-C // lanes) * lanes
+        values = beta.new_zeros(len(key.rows), TILE, channels)
+        if inputs.value is not None:
+            values[..., :C] = key.tiling.tiled(inputs.value.double())
+        lse, out = beta.new_empty(tiles, TILE), beta.new_empty(tiles, TILE, channels)
+        tiny = key.tiling.size * 2.0 ** LOWEST[64] / torch.finfo(beta.dtype).eps
+        arrays = [x.numpy() for x in (query.rows, key.columns, beta, values)]
+        chunk = -(-tiles // (_CHUNKS * torch.get_num_threads()))
+
+        def run(begin: int) -> None:
+            attend_gaussians(*arrays, cutoff, begin, min(begin + chunk, tiles), tiny, lse.numpy(), out.numpy())
+
+        chunks = range(0, tiles, chunk)
+        share(run, chunks, len(chunks))
+        whole = query.tiling.untiled(lse) * math.log(2) + top
+        if inputs.value is None:
+            return Attended(None, whole.to(inputs.dtype))
+        return Attended(query.tiling.untiled(out[..., :C]).to(inputs.value.dtype), whole.to(inputs.dtype))
+
+    def _listed(self, inputs: Inputs, bias: Tensor, cutoff: Any) -> Attended:
+        """By the reference, on the near tiles of each tile, gathered; differentiable to any order, on any device."""
+        from qattn.kernels._overlap import list_near_gaussians
+
+        query, key = self._query.tiling, self._key.tiling
+        counts = torch.empty(len(self._query.rows), dtype=torch.int64)
+        list_near_gaussians(cutoff, counts.numpy(), torch.empty(len(counts), 0, dtype=torch.int64).numpy())
+        lists = torch.zeros(len(counts), max(1, int(counts.amax())), dtype=torch.int64)
+        list_near_gaussians(cutoff, counts.numpy(), lists.numpy())
+
+        queries, keys = query.tiled(inputs.query), key.tiled(inputs.key)
+        values = None if inputs.value is None else key.tiled(inputs.value)
+        is_padding = torch.arange(key.tiles * TILE, device=bias.device).expand(key.clouds, -1) >= key.size
+        biases = torch.where(is_padding.reshape(-1, TILE), -torch.inf, key.tiled(bias))
+        by_count = torch.argsort(counts)  # so that lists of about one length are padded together
+        pieces: list[Attended] = []
+        begin = 0
+        while begin < len(counts):
+            some = by_count[begin : begin + max(1, _PAIRS // (TILE**2 * max(1, int(counts[by_count[begin]]))))]
+            width = max(1, int(counts[some].amax()))
+            listed = lists[some, :width].to(bias.device)  # (n, width)
+            is_listed = (torch.arange(width) < counts[some, None]).to(bias.device)
+            gathered = Inputs(
+                queries[some.to(bias.device)],
+                keys[listed].flatten(1, 2),
+                None if values is None else values[listed].flatten(1, 2),
+                torch.where(is_listed[..., None], biases[listed], -torch.inf).flatten(1, 2),
+                inputs.score,
+                inputs.tol,
+                torch.Size((len(some),)),
+            )
+            pieces.append(Reference().attend(gathered))
+            begin += len(some)
+        back = torch.argsort(by_count).to(bias.device)
+        lse = query.untiled(torch.cat([piece.lse for piece in pieces])[back])
+        if inputs.value is None:
+            return Attended(None, lse)
+        return Attended(query.untiled(torch.cat([piece.out for piece in pieces])[back]), lse)  # type: ignore[misc]

@@ -1,0 +1,59 @@
+"""Attention by an engine that has been prepared for the points of a kernel."""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from qattn import _checks
+from qattn.attended import Attended
+from qattn.attention import gaussian
+from qattn.attention.api import attend_by
+from qattn.attention.backend import Engine
+from qattn.attention.score import Score
+
+__all__ = ["attend_prepared"]
+
+
+def attend_prepared(
+    engine: Engine,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    bias: Tensor,
+    tol: float,
+    score: Score = gaussian,
+) -> Attended:
+    """As `attend`, by an engine for these queries and keys: a batch of the values that they lack goes by channels."""
+    batch = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
+    _checks.bias_of_kernel(bias, batch)
+    if query is not key:
+        query, key = (x.expand(*batch, -1, -1) for x in (query, key))
+    folded = None if value is None else _fold(value, batch)
+    chosen = partial(_checks.engine_takes, engine)
+    out, lse = attend_by(chosen, query, key, folded, bias=bias, score=score, tol=tol)
+    return Attended(None if out is None or value is None else _unfold(out, value, batch), lse)
+
+
+def _extra_axes(value: Tensor, batch: torch.Size) -> tuple[torch.Size, list[int], list[int]]:
+    """The batch of kernel and value together, its axes that the kernel has, and those that only the value has."""
+    whole = torch.broadcast_shapes(value.shape[:-2], batch)
+    own = (1,) * (len(whole) - len(batch)) + tuple(batch)
+    extra = [axis for axis in range(len(whole)) if own[axis] == 1 and whole[axis] != 1]
+    return whole, [axis for axis in range(len(whole)) if axis not in extra], extra
+
+
+def _fold(value: Tensor, batch: torch.Size) -> Tensor:
+    """Values (*whole, M, C) with the axes that the kernel lacks among the channels: (*batch, M, …)."""
+    whole, kept, extra = _extra_axes(value, batch)
+    axes = [*kept, len(whole), *extra, len(whole) + 1]
+    return value.expand(*whole, -1, -1).permute(axes).reshape(*batch, value.shape[-2], -1)
+
+
+def _unfold(out: Tensor, value: Tensor, batch: torch.Size) -> Tensor:
+    """Back from (*batch, N, …) to (*whole, N, C)."""
+    whole, kept, extra = _extra_axes(value, batch)
+    N, C = out.shape[-2], value.shape[-1]
+    out = out.reshape(*(whole[a] for a in kept), N, *(whole[a] for a in extra), C)
+    axes = [*kept, len(whole), *extra, len(whole) + 1]
+    return out.permute(*(axes.index(a) for a in range(len(axes))))

@@ -1,0 +1,337 @@
+"""Mixtures: the overlaps of Gaussians, by the definition, in every dimension, form and method."""
+
+import copy
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from cases import ball, sphere
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.spatial.transform import Rotation
+
+from qattn import GaussianKernel, MixtureKernel, check_axioms, diffusion, sinkhorn
+
+
+def covariances(kind, n, d, size=0.1):
+    """Random ones, much longer than wide, float64."""
+    axes = size * torch.exp(torch.randn(n, d, dtype=torch.float64))
+    if kind == "isotropic":
+        return axes[:, 0] ** 2
+    if kind == "diagonal":
+        return axes**2
+    turns = torch.linalg.qr(torch.randn(n, d, d, dtype=torch.float64)).Q * axes[:, None]
+    return turns @ turns.mT
+
+
+def full(covariances, n, d):
+    if covariances.shape == (n,):
+        return covariances[:, None, None] * torch.eye(d).double()
+    return torch.diag_embed(covariances) if covariances.shape == (n, d) else covariances
+
+
+def dense(means, matrices, sigma, form="overlap", targets=None):
+    """The definition, pair by pair."""
+    d = means.shape[-1]
+    x = means if targets is None else targets
+    C = sigma**2 * torch.eye(d).double() + matrices[None] + (matrices[:, None] if targets is None else 0)
+    C = C.expand(len(x), -1, -1, -1)
+    apart = x[:, None] - means[None]
+    exponent = -0.5 * (apart[..., None, :] @ torch.linalg.solve(C, apart[..., None]))[..., 0, 0]
+    factor = torch.linalg.det(C / sigma**2) ** -0.5 if form == "overlap" else 1
+    return factor * torch.exp(exponent)
+
+
+def attended(matrix, bias, value):
+    weights = matrix * torch.exp(bias)
+    return weights @ value / weights.sum(-1, keepdim=True), torch.log(weights.sum(-1))
+
+
+def check(kernel, matrix, tolerance=1e-9):
+    bias, value = 3 * torch.randn(matrix.shape[-1]).double(), torch.randn(matrix.shape[-1], 3).double()
+    found, expected = kernel.attend(bias, value), attended(matrix, bias, value)
+    torch.testing.assert_close(found.lse, expected[1], rtol=0, atol=tolerance)
+    torch.testing.assert_close(found.out, expected[0], rtol=0, atol=10 * tolerance)
+    torch.testing.assert_close(kernel.attend(bias).lse, expected[1], rtol=0, atol=tolerance)
+    # With a gradient asked for, tiles go by torch.
+    found = kernel.attend(bias, value.requires_grad_())
+    torch.testing.assert_close(found.lse, expected[1], rtol=0, atol=tolerance)
+    torch.testing.assert_close(found.out.detach(), expected[0], rtol=0, atol=10 * tolerance)
+
+
+CASES = [
+    (d, kind, form)
+    for d in (1, 2, 3, 4)
+    for kind in ("isotropic", "diagonal", "full")
+    for form in ("overlap", "equation 5")
+]
+
+
+@pytest.mark.parametrize("sigma", [0.05, 1.0])
+@pytest.mark.parametrize(("d", "kind", "form"), CASES)
+def test_attend_is_the_matrix(d, kind, form, sigma):
+    means, spread = torch.randn(90, d).double(), covariances(kind, 90, d)
+    matrix = dense(means, full(spread, 90, d), sigma, form)
+    for method in ("exact", "tiles")[: 1 + (d <= 3)]:
+        kernel = MixtureKernel(means, spread, sigma, form=form, method=method, tol=1e-10)
+        check(kernel, matrix)
+        check(kernel.replace(*(tensor.clone() for tensor in kernel.tensors)), matrix)
+        check(pickle.loads(pickle.dumps(kernel)), matrix)
+        check(copy.deepcopy(kernel), matrix)
+
+
+def test_batches_and_heads():
+    means, spread = torch.randn(2, 70, 3).double(), torch.stack([covariances("full", 70, 3) for _ in range(2)])
+    bias, value = torch.randn(2, 2, 70).double(), torch.randn(2, 2, 70, 2).double()
+    for method in ("exact", "tiles"):
+        kernel = MixtureKernel(means, spread, [0.1, 0.5], method=method, tol=1e-10)
+        assert kernel.shape == (2, 2, 70, 70)
+        out, lse = kernel.attend(bias, value)
+        for b in range(2):
+            for h, sigma in enumerate((0.1, 0.5)):
+                expected = attended(dense(means[b], spread[b], sigma), bias[b, h], value[b, h])
+                torch.testing.assert_close(out[b, h], expected[0])
+                torch.testing.assert_close(lse[b, h], expected[1])
+    q = diffusion(MixtureKernel(means, spread, [0.1, 0.5], torch.rand(2, 70)))
+    assert q.converged.all()
+    assert (q @ torch.ones(70, 1).double()).shape == (2, 2, 70, 1)
+
+
+def test_without_covariances_it_is_the_gaussian_kernel():
+    points, bias = ball(200), torch.randn(200).double()
+    for spread in (torch.zeros(200), torch.zeros(200, 3), torch.zeros(200, 3, 3)):
+        lse = MixtureKernel(points, spread, 0.2, tol=1e-12).attend(bias).lse
+        torch.testing.assert_close(lse, GaussianKernel(points, 0.2).attend(bias).lse)
+
+
+def test_the_determinant_makes_it_positive_definite():
+    """Two narrow components and a wide one between them: an earlier implementation left the determinant out."""
+    means = torch.tensor([[-1.0], [0.0], [1.0]]).double()
+    variances = torch.tensor([1e-4, 1e8, 1e-4]).double()
+    spectra = {}
+    for form in ("overlap", "equation 5"):
+        q = diffusion(MixtureKernel(means, variances, 1e-3, form=form), mass=torch.ones(3), tol=1e-10, max_iter=300)
+        spectra[form] = torch.linalg.eigvals(q.to_dense()).real.sort().values
+    torch.testing.assert_close(spectra["equation 5"], torch.tensor([-0.146, 0.618, 1.0]).double(), rtol=0, atol=1e-3)
+    assert spectra["overlap"][0] > 0
+    assert spectra["overlap"][-1] < 1 + 1e-8
+
+
+def splats(n, seed=0):
+    """Flat discs on a sphere: means, log scales, quaternions, logits."""
+    generator = torch.Generator().manual_seed(seed)
+    means = torch.nn.functional.normalize(torch.randn(n, 3, generator=generator), dim=-1)
+    scales = 0.5 * torch.randn(n, 3, generator=generator) + torch.log(torch.tensor([1, 1, 0.1]) * (12 / n) ** 0.5)
+    return means, scales, torch.randn(n, 4, generator=generator), torch.randn(n, generator=generator)
+
+
+@pytest.mark.parametrize("normalization", ["sinkhorn", "row", "symmetric", "none"])
+def test_laws(normalization):
+    kernel = MixtureKernel.from_splats(*splats(400), sigma=0.1)
+    q = diffusion(kernel, normalization=normalization, tol=1e-5)
+    verdicts = check_axioms(q).verdicts
+    kept = {
+        "sinkhorn": set(verdicts),
+        "row": {"keeps constants", "positive"},
+        "symmetric": {"self-adjoint", "positive"},
+        "none": {"self-adjoint", "positive"},
+    }
+    assert {name for name, holds in verdicts.items() if holds} >= kept[normalization]
+    if normalization != "sinkhorn":
+        assert not verdicts["keeps mass"]
+    torch.testing.assert_close(q.mass, torch.sigmoid(splats(400)[3]) / torch.sigmoid(splats(400)[3]).sum())
+
+
+def test_splats_follow_the_conventions():
+    means, scales, quaternions, logits = (tensor.double() for tensor in splats(50))
+    kernel = MixtureKernel.from_splats(means, scales, 7 * quaternions, logits[:, None], 0.1)
+    turns = torch.from_numpy(Rotation.from_quat(quaternions.numpy(), scalar_first=True).as_matrix())
+    expected = turns @ torch.diag_embed(torch.exp(2 * scales)) @ turns.mT
+    torch.testing.assert_close(kernel.tensors[1], expected)
+    torch.testing.assert_close(kernel.mass, torch.sigmoid(logits) / torch.sigmoid(logits).sum())
+
+
+@pytest.mark.parametrize("covariance_type", ["full", "tied", "diag", "spherical"])
+def test_mixtures_of_sklearn(covariance_type):
+    mixture = pytest.importorskip("sklearn.mixture").GaussianMixture(5, covariance_type=covariance_type, random_state=0)
+    with pytest.raises(ValueError, match="should be fitted"):
+        MixtureKernel.from_sklearn(mixture, 0.1)
+    mixture.fit(ball(300).numpy())
+    kernel = MixtureKernel.from_sklearn(mixture, 0.1, tol=1e-10)
+    precisions = np.linalg.inv(np.broadcast_to(_matrices(mixture), (5, 3, 3)))
+    check(kernel, dense(torch.from_numpy(mixture.means_), torch.from_numpy(np.linalg.inv(precisions)), 0.1), 1e-7)
+    torch.testing.assert_close(kernel.mass, torch.from_numpy(mixture.weights_))
+
+
+def _matrices(mixture):
+    c = mixture.covariances_
+    return {"spherical": lambda: c[:, None, None] * np.eye(3), "diag": lambda: c[:, :, None] * np.eye(3)}.get(
+        mixture.covariance_type, lambda: c
+    )()
+
+
+def test_what_is_left_out_is_below_the_tolerance():
+    means, scales, quaternions, logits = splats(4000)
+    scales[::500] += 3  # a few reach far
+    bias = 3 * torch.randn(4000)
+    for sigma in (0.01, 0.1):
+        kernel = MixtureKernel.from_splats(means, scales, quaternions, logits, sigma)
+        assert float(kernel.error(bias, rows=64)) < 1e-3
+    narrow = means.double(), torch.zeros(4000, 3, dtype=torch.float64), 0.03
+    exact, coarse = (MixtureKernel(*narrow, tol=tol).attend(bias.double()).lse for tol in (1e-12, 0.3))
+    assert 1e-9 < float((exact - coarse).amax()) < 0.3
+
+
+def test_most_tiles_of_a_large_mixture_are_left_out():
+    from qattn.kernels._overlap import list_near_gaussians
+
+    engine = MixtureKernel.from_splats(*splats(20_000), sigma=0.01)._engine
+    counts = torch.empty(313, dtype=torch.int64)
+    cutoff = engine._cutoff(torch.zeros(313, 64).double(), 1e-3)
+    list_near_gaussians(cutoff, counts.numpy(), torch.empty(313, 0, dtype=torch.int64).numpy())
+    assert float(counts.double().mean()) < 0.3 * 313
+
+
+def test_points_far_from_a_mixture():
+    """Where every weight underflows but for its own scale."""
+    means, spread = ball(100), covariances("full", 100, 3, 0.01)
+    points = torch.cat([ball(5), 40 * sphere(5), 4000 * sphere(5)])
+    kernel = MixtureKernel(means, spread, 0.1).at(points)
+    assert kernel.shape == (15, 100)
+    bias = torch.zeros(100).double()
+    exact = MixtureKernel(means, spread, 0.1, method="exact").at(points)
+    torch.testing.assert_close(kernel.attend(bias).lse, exact.attend(bias).lse, rtol=1e-12, atol=1e-3)
+    near = dense(means, spread, 0.1, targets=points[:5])
+    torch.testing.assert_close(kernel.attend(bias).lse[:5], torch.log(near.sum(-1)), rtol=0, atol=1e-3)
+    q = diffusion(MixtureKernel(means, spread, 0.1))
+    torch.testing.assert_close(q.extend(points) @ torch.ones(100).double(), torch.ones(15).double())
+
+
+@pytest.mark.parametrize("method", ["exact", "tiles"])
+@pytest.mark.parametrize("kind", ["isotropic", "full"])
+def test_gradients(kind, method):
+    n, d = 6, 2
+    means, spread = torch.randn(n, d).double().requires_grad_(), covariances(kind, n, d).requires_grad_()
+    sigma, bias = torch.tensor(0.4).double().requires_grad_(), torch.randn(n).double().requires_grad_()
+    value = torch.randn(n, 2).double().requires_grad_()
+
+    def symmetric(spread):
+        return (spread + spread.mT) / 2 if kind == "full" else spread
+
+    def attend(means, spread, sigma, bias, value):
+        return tuple(MixtureKernel(means, symmetric(spread), sigma, method=method).attend(bias, value))
+
+    assert torch.autograd.gradcheck(attend, (means, spread, sigma, bias, value))
+
+    def potential(means, spread, sigma):
+        return sinkhorn(MixtureKernel(means, symmetric(spread), sigma, method=method), tol=1e-11).potential
+
+    assert torch.autograd.gradcheck(potential, (means, spread, sigma), rtol=1e-3, atol=1e-5)
+    assert torch.autograd.gradgradcheck(
+        lambda means, sigma: (
+            MixtureKernel(means, symmetric(spread.detach()), sigma, method=method).attend(bias.detach()).lse
+        ),
+        (means, sigma),
+    )
+
+
+def test_weights_have_gradients():
+    means, spread, weights = ball(30), covariances("full", 30, 3), torch.rand(30).double().requires_grad_()
+    signal = torch.randn(30).double()
+
+    def applied(weights):
+        return diffusion(MixtureKernel(means, spread, 0.3, weights, tol=1e-12), tol=1e-11) @ signal
+
+    assert torch.autograd.gradcheck(applied, (weights,), rtol=1e-3, atol=1e-6)
+
+
+@given(st.integers(0, 2**31), st.floats(-2, 2), st.floats(0.02, 2))
+@settings(max_examples=20, deadline=None)
+def test_invariances(seed, log_scale, sigma):
+    """Moving, turning and scaling all of it change nothing, nor does splitting a component in two."""
+    torch.manual_seed(seed)
+    means, spread, weights = torch.randn(70, 3).double(), covariances("full", 70, 3), torch.rand(70).double()
+    signal = torch.randn(70).double()
+    turn, scale = torch.linalg.qr(torch.randn(3, 3).double()).Q, 10**log_scale
+
+    def applied(means, spread, sigma, weights, signal):
+        return diffusion(MixtureKernel(means, spread, sigma, weights, tol=1e-12), tol=1e-10) @ signal
+
+    expected = applied(means, spread, sigma, weights, signal)
+    moved = applied(scale * (means @ turn.T + 100), scale**2 * turn @ spread @ turn.T, scale * sigma, weights, signal)
+    torch.testing.assert_close(moved, expected, rtol=0, atol=1e-6)
+    twice = torch.cat([torch.arange(70), torch.zeros(1, dtype=torch.int64)])
+    halves = torch.where(twice == 0, 0.5, 1.0).double() * weights[twice]
+    torch.testing.assert_close(
+        applied(means[twice], spread[twice], sigma, halves, signal[twice])[:70], expected, rtol=0, atol=1e-6
+    )
+
+
+def test_components_without_weight():
+    """Padding influences nothing, however far it is."""
+    means, spread = torch.cat([ball(50), 100 * ball(20)]), covariances("diagonal", 70, 3)
+    weights = (torch.arange(70) < 50).double()
+    q = diffusion(MixtureKernel(means, spread, 0.3, weights), tol=1e-9)
+    alone = diffusion(MixtureKernel(means[:50], spread[:50], 0.3), tol=1e-9)
+    signal = torch.randn(70).double()
+    torch.testing.assert_close((q @ signal)[:50], alone @ signal[:50], rtol=0, atol=1e-6)
+    assert (q @ signal).isfinite().all()
+
+
+MEMORY = """
+import resource, torch, qattn
+
+def step(n, sigma):
+    means = torch.nn.functional.normalize(torch.randn(n, 3), dim=-1)
+    kernel = qattn.MixtureKernel(means, sigma**2 * torch.rand(n, 3), sigma)
+    q = qattn.diffusion(kernel, signal=torch.randn(n, 8))
+    assert q.applied.isfinite().all()
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+step(1000, 0.1)
+before = peak()
+step(30_000, 0.02)
+print(peak() - before)
+"""
+
+
+def test_memory_grows_with_the_components():
+    run = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True)
+    assert float(run.stdout) < 100  # MB; the pairs would take 3,600
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda x: MixtureKernel(x, torch.ones(8), 1.0), r"`covariances` should have shape \(9,\).*got \(8,\)"),
+        (lambda x: MixtureKernel(x, -torch.ones(9), 1.0), "no negative variance"),
+        (lambda x: MixtureKernel(x, -torch.eye(3).expand(9, 3, 3), 1.0), "no negative variance"),
+        (lambda x: MixtureKernel(x, torch.rand(9, 3, 3), 1.0), "should be symmetric"),
+        (lambda x: MixtureKernel(x, torch.full((9,), torch.nan), 1.0), "`covariances` should be finite"),
+        (lambda x: MixtureKernel(x, torch.ones(9), 0.0), "`sigma` should be positive"),
+        (lambda x: MixtureKernel(x, torch.ones(9), 1.0, torch.ones(3)), "`weights` should have shape"),
+        (lambda x: MixtureKernel(x, torch.ones(9), 1.0, -torch.ones(9)), "`weights` should be 0 or more"),
+        (lambda x: MixtureKernel(x, torch.ones(9), 1.0, form="eq5"), "`form` should be 'overlap' or 'equation 5'"),
+        (lambda x: MixtureKernel(torch.randn(9, 4), torch.ones(9), 1.0, method="tiles"), "takes up to 3 dimensions"),
+        (lambda x: MixtureKernel(x, torch.ones(9), 1.0).at(torch.zeros(2, 2)), "should have 3 coordinates"),
+        (lambda x: MixtureKernel.from_splats(x, torch.zeros(9, 2), x, x, 1.0), "`log_scales` of 9 splats"),
+        (lambda x: MixtureKernel.from_splats(x, x, torch.zeros(9, 4), torch.zeros(9), 1.0), "should not be 0"),
+        (lambda x: MixtureKernel.from_splats(x[:, :2], x, x, x, 1.0), r"should have shape \(N, 3\)"),
+    ],
+)  # fmt: skip
+def test_wrong_input(make, message):
+    with pytest.raises(ValueError, match=message):
+        make(torch.randn(9, 3))
+
+
+def test_what_a_kernel_prints():
+    kernel = MixtureKernel(torch.randn(2, 9, 1), torch.ones(2, 9), [1.0, 2.0], form="equation 5", method="exact")
+    expected = (
+        "MixtureKernel(2 × 9 isotropic Gaussians in 1 dimension, sigma=2 bandwidths, form='equation 5', method='exact')"
+    )
+    assert repr(kernel) == expected
