@@ -1,6 +1,6 @@
 """Diffusion operators by attention: kernels, Sinkhorn-normalised, on the attention kernels that exist."""
 
-from qattn import ragged
+from qattn import ragged, shapes
 from qattn.attended import Attended, merge
 from qattn.attention import attend, gaussian
 from qattn.axioms import AxiomReport, check_axioms
@@ -28,5 +28,6 @@ __all__ = [
     "gaussian",
     "merge",
     "ragged",
+    "shapes",
     "sinkhorn",
 ]
