@@ -1,6 +1,6 @@
 """Diffusion operators by attention: kernels, Sinkhorn-normalised, on the attention kernels that exist."""
 
-from qattn import ragged, shapes
+from qattn import mass, ragged, shapes
 from qattn.attended import Attended, merge
 from qattn.attention import attend, gaussian
 from qattn.axioms import AxiomReport, check_axioms
@@ -26,6 +26,7 @@ __all__ = [
     "check_axioms",
     "diffusion",
     "gaussian",
+    "mass",
     "merge",
     "ragged",
     "shapes",

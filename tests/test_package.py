@@ -18,7 +18,7 @@ ROOT = Path(qattn.__file__).parent
 # Lowest first; a module may import those before it, and its own package.
 LAYERS = [
     "_eager", "_compiled", "_progress", "_kd", "tiling", "attended", "lift", "_checks", "attention", "kernels",
-    "solver", "_scipy", "operators", "axioms", "ragged", "shapes", "doctor", "cli", "__main__",
+    "solver", "_scipy", "operators", "axioms", "mass", "ragged", "shapes", "doctor", "cli", "__main__",
 ]  # fmt: skip
 
 
