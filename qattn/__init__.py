@@ -1,6 +1,6 @@
 """Diffusion operators by attention: kernels, Sinkhorn-normalised, on the attention kernels that exist."""
 
-from qattn import mass, ragged, shapes
+from qattn import mass, ragged, sampling, shapes
 from qattn.attended import Attended, merge
 from qattn.attention import attend, gaussian
 from qattn.axioms import AxiomReport, check_axioms
@@ -29,6 +29,7 @@ __all__ = [
     "mass",
     "merge",
     "ragged",
+    "sampling",
     "shapes",
     "sinkhorn",
 ]
