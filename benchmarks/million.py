@@ -23,9 +23,7 @@ import torch
 from _measure import RESULTS, environment, save
 
 import qattn
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-from shapes import creature
+from qattn.shapes import creature
 
 CHANNELS = 8
 NEIGHBOURS = 2.2  # bandwidths, in mean spacings of the points

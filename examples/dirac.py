@@ -11,9 +11,9 @@ import time
 import matplotlib.pyplot as plt
 import torch
 from picture import light, seen
-from shapes import creature
 
 import qattn
+from qattn.shapes import creature
 
 
 def draw(axis, points, normals, density, title):

@@ -11,9 +11,9 @@ import time
 import matplotlib.pyplot as plt
 import torch
 from picture import render
-from shapes import creature
 
 import qattn
+from qattn.shapes import creature
 
 
 def main():

@@ -1,6 +1,6 @@
 """Diffusion operators by attention: kernels, Sinkhorn-normalised, on the attention kernels that exist."""
 
-from qattn import ragged
+from qattn import mass, ragged, sampling, shapes
 from qattn.attended import Attended, merge
 from qattn.attention import attend, gaussian
 from qattn.axioms import AxiomReport, check_axioms
@@ -39,7 +39,10 @@ __all__ = [
     "check_axioms",
     "diffusion",
     "gaussian",
+    "mass",
     "merge",
     "ragged",
+    "sampling",
+    "shapes",
     "sinkhorn",
 ]

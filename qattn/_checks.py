@@ -20,15 +20,18 @@ __all__ = [
     "kernel_of",
     "kernels_of_one_size",
     "mass",
+    "mesh",
     "not_negative",
     "one_of",
     "point_kernel",
     "points",
     "positive",
+    "positive_rows",
     "potential",
     "same_dimension",
     "signal",
     "similarity",
+    "simplices",
     "splats",
     "weights",
 ]
@@ -120,14 +123,19 @@ def attention_arguments(
     return batch
 
 
-def _floating(name: str, numbers: Any) -> Tensor:
-    """Anything array-like as a tensor of floating point; integers are converted."""
+def _tensor(name: str, numbers: Any) -> Tensor:
+    """Anything array-like as a tensor."""
+    if isinstance(numbers, Tensor):
+        return numbers
     try:
-        tensor = (
-            numbers if isinstance(numbers, Tensor) else torch.from_numpy(np.require(numbers, requirements=["C", "W"]))
-        )
+        return torch.from_numpy(np.require(numbers, requirements=["C", "W"]))
     except TypeError:
         raise TypeError(f"`{name}` should be a tensor or an array of numbers; got {type(numbers).__name__}.") from None
+
+
+def _floating(name: str, numbers: Any) -> Tensor:
+    """Anything array-like as a tensor of floating point; integers are converted."""
+    tensor = _tensor(name, numbers)
     if tensor.is_complex() or tensor.dtype == torch.bool:
         raise ValueError(f"`{name}` should be real numbers; got {str(tensor.dtype).removeprefix('torch.')}.")
     return tensor if tensor.is_floating_point() else tensor.to(torch.get_default_dtype())
@@ -155,8 +163,8 @@ def integer(name: str, number: Any, least: int) -> int:
     return int(number)
 
 
-def points(name: str, numbers: Any) -> Tensor:
-    """Positions (*batch, N, d)."""
+def points(name: str, numbers: Any, dimensions: Sequence[int] = ()) -> Tensor:
+    """Positions (*batch, N, d), d one of `dimensions` if there are any."""
     tensor = _floating(name, numbers)
     if tensor.ndim < 2:
         raise ValueError(
@@ -165,8 +173,45 @@ def points(name: str, numbers: Any) -> Tensor:
         )
     if tensor.shape[-2] == 0 or tensor.shape[-1] == 0:
         raise ValueError(f"`{name}` should hold at least one point with one coordinate; got shape {_shape(tensor)}.")
+    if dimensions and tensor.shape[-1] not in dimensions:
+        expected = " or ".join(f"(*batch, N, {d})" for d in dimensions)
+        raise ValueError(f"`{name}` should have shape {expected}; got {_shape(tensor)}.")
     _finite(name, tensor, "Drop those points first, or set them to 0 and give them mass 0.")
     return tensor
+
+
+def simplices(name: str, numbers: Any, corners: int, vertices: Tensor) -> Tensor:
+    """The corners (F, corners) of triangles or tetrahedra, as numbers of vertices."""
+    tensor = _tensor(name, numbers).to(vertices.device)
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        raise ValueError(f"`{name}` should be integers, which number the vertices; got {dtype}.")
+    if tensor.ndim != 2 or tensor.shape[-1] != corners or len(tensor) == 0:
+        raise ValueError(f"`{name}` should have shape (F, {corners}) with at least one row; got {_shape(tensor)}.")
+    tensor, N = tensor.long(), vertices.shape[-2]
+    low, high = (int(end) for end in tensor.aminmax())
+    if low < 0 or high >= N:
+        raise ValueError(
+            f"`{name}` should number vertices from 0 to {N - 1}; got numbers from {low} to {high}."
+            + (" They seem to count from 1: subtract 1." if low == 1 and high == N else "")
+        )
+    return tensor
+
+
+def mesh(given: Any) -> tuple[Tensor, Tensor]:
+    """The vertices (N, 3) and the triangles (F, 3) of one mesh in space: a pair, or an object that has them."""
+    if hasattr(given, "vertices") and hasattr(given, "faces"):  # a trimesh.Trimesh, which need not be imported for it
+        given = given.vertices, given.faces
+    if not isinstance(given, (tuple, list)) or len(given) != 2:
+        raise TypeError(
+            f"`mesh` should be a pair (vertices, faces) or a trimesh.Trimesh; got {type(given).__name__}. "
+            "A file is read by `trimesh.load_mesh`."
+        )
+    vertices, faces = given
+    positions = points("vertices", vertices, (3,))
+    if positions.ndim != 2:
+        raise ValueError(f"`vertices` should have shape (N, 3), one mesh in space; got {_shape(positions)}.")
+    return positions, simplices("faces", faces, 3, positions)
 
 
 def bandwidth(sigma: Any, cloud: Tensor) -> Tensor:
@@ -450,6 +495,15 @@ def kernel_of(given: Any, sigma: Any, options: dict[str, Any], kind: type, gauss
     if sigma is None:
         raise ValueError("`sigma` should be given with points: the bandwidth, in units of the points.")
     return gaussian(given, sigma, **options)
+
+
+def positive_rows(lse: Tensor) -> None:
+    """Checks the logarithms of row sums that are to be divided by."""
+    if (lse == -torch.inf).any():
+        raise ValueError(
+            f"Each row of the kernel should have a positive sum; {int((lse == -torch.inf).sum())} of {lse.numel()} "
+            "are 0. Leave those sites out, or give them a similarity to themselves."
+        )
 
 
 def counts_of_clouds(packed: Tensor, offset: Tensor | None, batch: Tensor | None) -> Tensor:

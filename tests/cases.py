@@ -1,9 +1,12 @@
 """Problems and the plain float64 answer to them; no tests."""
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from qattn import shapes
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 
@@ -64,12 +67,6 @@ def dense(query: Tensor, key: Tensor, value: Tensor | None = None, bias: Tensor 
     return weights @ value.double(), lse
 
 
-def sphere(n: int, dims: int = 3) -> Tensor:
-    """Random points of the unit sphere, in float64."""
-    points = torch.randn(n, dims, dtype=torch.float64)
-    return points / points.norm(dim=-1, keepdim=True)
-
-
-def ball(n: int) -> Tensor:
-    """Random points of the unit ball, in float64."""
-    return sphere(n) * torch.rand(n, 1, dtype=torch.float64) ** (1 / 3)
+# From the generator that conftest.py seeds for each test, so that several clouds of a test differ.
+sphere = partial(shapes.sphere, seed=None, dtype=torch.float64)
+ball = partial(shapes.ball, seed=None, dtype=torch.float64)

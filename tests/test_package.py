@@ -18,7 +18,7 @@ ROOT = Path(qattn.__file__).parent
 # Lowest first; a module may import those before it, and its own package.
 LAYERS = [
     "_eager", "_compiled", "_progress", "_kd", "tiling", "attended", "lift", "_checks", "attention", "kernels",
-    "solver", "_scipy", "operators", "axioms", "ragged", "doctor", "cli", "__main__",
+    "solver", "_scipy", "operators", "axioms", "mass", "ragged", "shapes", "sampling", "doctor", "cli", "__main__",
 ]  # fmt: skip
 
 
@@ -84,6 +84,8 @@ def test_import_brings_nothing_heavy():
         "torch._inductor",
         "flash_attn",
         "xformers",
+        "trimesh",
+        "rtree",
     }
     loaded = run(
         "import sys, torch; before = set(sys.modules); import qattn; print(*(set(sys.modules) - before))"
@@ -94,7 +96,8 @@ def test_import_brings_nothing_heavy():
 def test_works_without_any_optional_library():
     script = (
         "import sys\n"
-        "for name in ('typer', 'rich', 'matplotlib', 'flash_attn', 'flash_attn_interface', 'xformers', 'mslk'):\n"
+        "for name in ('typer', 'rich', 'matplotlib', 'flash_attn', 'flash_attn_interface', 'xformers', 'mslk',\n"
+        "             'trimesh', 'rtree'):\n"
         "    sys.modules[name] = None\n"
         "import torch, qattn\n"
         "x = torch.randn(10, 3)\n"
