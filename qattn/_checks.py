@@ -28,6 +28,7 @@ __all__ = [
     "positive",
     "positive_rows",
     "potential",
+    "products",
     "same_dimension",
     "signal",
     "similarity",
@@ -341,6 +342,40 @@ def similarity(numbers: Any) -> Tensor:
             "Take `(similarity + similarity.mT) / 2`."
         )
     return tensor
+
+
+def products(given: Any, size: int | None) -> tuple[Callable[[Tensor], Tensor], Tensor, int]:
+    """A symmetric matrix ≥ 0 by its products, tried on random signals: a function, an empty tensor like its, a size."""
+    if hasattr(given, "matmat"):  # SciPy's
+        if len(given.shape) != 2 or given.shape[0] != given.shape[1]:
+            raise ValueError(f"`similarity` should be a square operator; got shape {tuple(given.shape)}.")
+        size = given.shape[0]
+
+        def product(x: Tensor) -> Tensor:
+            return torch.as_tensor(np.asarray(given @ x.numpy(force=True)), dtype=x.dtype, device=x.device)
+
+        like = torch.empty(0, dtype=torch.float32 if given.dtype == np.float32 else torch.float64)
+    else:
+        if size is None:
+            raise ValueError("`size`, the number of rows, should be given with a function that multiplies.")
+        product, like = given, torch.empty(0)
+    generator = torch.Generator().manual_seed(0)
+    signals = torch.rand(integer("size", size, 1), 8, generator=generator).to(like.dtype)
+    signals[:, :4] -= 0.5
+    with torch.no_grad():
+        found = product(signals)
+    if not isinstance(found, Tensor) or found.shape != signals.shape:
+        got = _shape(found) if isinstance(found, Tensor) else type(found).__name__
+        raise ValueError(
+            f"The product of `similarity` with a tensor {_shape(signals)} should have its shape; got {got}."
+        )
+    _finite("similarity", found, "These are products with random signals.")
+    if (found[:, 4:] < -1e-5 * found.abs().amax()).any():
+        raise ValueError("`similarity` should not be negative; its product with positive signals is, in places.")
+    gram = signals[:, :4].double().T @ found[:, :4].double()
+    if ((gram - gram.T).abs() > 1e-4 * (signals[:, :4].norm() * found[:, :4].norm())).any():
+        raise ValueError("`similarity` should be symmetric; ⟨u, Kv⟩ and ⟨Ku, v⟩ differ for random signals u and v.")
+    return product, like, size
 
 
 def not_negative(name: str, number: float) -> float:

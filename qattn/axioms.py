@@ -4,9 +4,7 @@ r"""The axioms of a diffusion operator (Definition 4.2 of the paper), measured.
 conserve mass.
 """
 
-import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -16,8 +14,6 @@ from qattn.operators import Diffusion
 __all__ = ["AxiomReport", "check_axioms"]
 
 _SIGNALS = 8
-_RESTARTS = 30
-_FEW = 64  # points, of which all eigenvalues are computed
 
 
 @dataclass(frozen=True)
@@ -110,7 +106,9 @@ def check_axioms(q: Diffusion, *, tol: float = 1e-2, seed: int = 0) -> AxiomRepo
     has_mass = mass[:, None] > 0
     adjoint = torch.where(has_mass, transposed / torch.where(has_mass, mass[:, None], 1), 0)  # Q* of noise and of 1
     gap = torch.where(has_mass, adjoint[:, :-1] - noise, 0)
-    smallest, largest = _extreme_eigenvalues(q, tol)
+    from qattn._scipy import extreme_eigenvalues  # here, because SciPy is slow to import
+
+    smallest, largest = extreme_eigenvalues(q.to_scipy(symmetric=True), tol, scale=1.0)
     return AxiomReport(
         asymmetry=float((integral(gap**2) / integral(noise**2)).sqrt().amax()),
         constants=float(integral((constant - 1).abs()) / mass.sum()),
@@ -120,27 +118,3 @@ def check_axioms(q: Diffusion, *, tol: float = 1e-2, seed: int = 0) -> AxiomRepo
         mass_error=float((transposed[:, -1] - mass).abs().sum() / mass.sum()),
         tol=tol,
     )
-
-
-def _extreme_eigenvalues(q: Diffusion, tol: float) -> tuple[float, float]:
-    """The smallest and the largest eigenvalue, by Lanczos iteration on the operator symmetrised by its own weight."""
-    from scipy.sparse import identity  # here, because SciPy is slow to import
-    from scipy.sparse.linalg import ArpackNoConvergence, aslinearoperator, eigsh
-
-    operator: Any = q.to_scipy(symmetric=True)
-    N = q.shape[-1]
-    if N <= _FEW:
-        dense = torch.as_tensor(operator @ torch.eye(N, dtype=q.kernel.dtype).numpy()).double()
-        values = torch.linalg.eigvalsh((dense + dense.T) / 2)
-        return float(values[0]), float(values[-1])
-
-    def largest_of(some: Any) -> float:
-        try:
-            return float(eigsh(some, 1, which="LA", tol=0.1 * tol, maxiter=_RESTARTS, return_eigenvectors=False)[0])
-        except ArpackNoConvergence:
-            return math.nan
-
-    largest = largest_of(operator)
-    # ARPACK's tolerance is relative, and useless for an eigenvalue near 0: from a shift it becomes absolute.
-    shift = max(1.0, largest)
-    return shift - largest_of(shift * aslinearoperator(identity(N, dtype=operator.dtype)) - operator), largest

@@ -71,6 +71,26 @@ class Kernel(ABC):
         largest = torch.where(is_right, 0, torch.expm1(found - exact).abs()).amax(-1)
         return largest.to(self.device, self.dtype)
 
+    def smallest_eigenvalue(self, *, tol: float = 1e-2) -> float:
+        """The smallest eigenvalue of K, to about `tol` of the largest; NaN if it was not found.
+
+        If it is far below 0 then K is not positive semidefinite, and the spectrum of Q may go below 0 too.
+        """
+        if len(self.shape) != 2 or self.shape[0] != self.shape[1]:
+            raise ValueError(
+                f"`smallest_eigenvalue` takes one square matrix; this kernel has shape {tuple(self.shape)}."
+            )
+        from qattn._scipy import DiffusionOperator, extreme_eigenvalues  # here, because SciPy is slow to import
+
+        zero = torch.zeros(self.shape[0], dtype=self.dtype, device=self.device)
+
+        def apply(columns: Tensor) -> Tensor:
+            out, lse = self.attend(zero, columns)
+            assert out is not None
+            return torch.exp(lse)[:, None] * out
+
+        return extreme_eigenvalues(DiffusionOperator(apply, apply, zero, zero + 1), tol, scale=0.0)[0]
+
     @property
     def mass(self) -> Tensor | None:
         """The masses that its sites come with, (*batch, N), of sum 1; None if they are equal."""

@@ -20,6 +20,15 @@ class Edges:
     def __init__(self, index: Tensor, log: Tensor, size: int) -> None:
         self.index, self.log, self.size = index.to(log.device), log, size
 
+    @property
+    def tensor(self) -> Tensor:
+        """What it is differentiated by."""
+        return self.log
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((self.size, self.size))
+
     def replace(self, log: Tensor) -> "Edges":
         """The same edges with other logarithms, and on their device."""
         return Edges(self.index, log, self.size)

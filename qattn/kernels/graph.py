@@ -74,7 +74,7 @@ class GraphKernel(Kernel):
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size((self._edges.size, self._edges.size))
+        return self._edges.shape
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
