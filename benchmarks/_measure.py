@@ -2,6 +2,8 @@
 
 import json
 import platform
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +23,34 @@ def seconds(run: Callable[[], object], budget: float = 2.0) -> float:
         run()
         best = min(best, time.perf_counter() - begin)
     return best
+
+
+def _memory(field: str) -> float:
+    """Megabytes of this process: VmRSS now, VmHWM at most since the last reset (Linux)."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) / 1024
+
+
+def once(run: Callable[[], object]) -> tuple[object, float, float]:
+    """What a function returns, its seconds, and the megabytes that it needs at most, above those in use before."""
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before, start = _memory("VmRSS"), time.perf_counter()
+    result = run()
+    took = time.perf_counter() - start
+    return result, took, _memory("VmHWM") - before
+
+
+def in_its_own_process(*arguments: object, limit: float) -> dict[str, object] | str:
+    """The last line, in JSON, of this script run with arguments; or why there is none."""
+    try:
+        done = subprocess.run(
+            [sys.executable, sys.argv[0], *map(str, arguments)], capture_output=True, text=True, timeout=limit
+        )
+    except subprocess.TimeoutExpired:
+        return f"not done in {limit:.0f} s"
+    if done.returncode:
+        return f"failed: {(done.stderr.strip().splitlines() or [f'exit code {done.returncode}'])[-1]}"
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def environment() -> dict[str, object]:

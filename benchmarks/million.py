@@ -11,16 +11,13 @@ of the row sums, at the potential found, on 256 random rows.
 import argparse
 import json
 import math
-import subprocess
-import sys
 import tempfile
-import time
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from _measure import RESULTS, environment, save
+from _measure import RESULTS, environment, in_its_own_process, once, save
 
 import qattn
 from qattn.shapes import creature
@@ -87,12 +84,6 @@ CANDIDATES = {
 }
 
 
-def memory(field):
-    """Megabytes of this process: VmRSS now, VmHWM at most since the last reset (Linux)."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
-    return int(line.split()[1]) / 1024
-
-
 def one(name, path, sigma):
     """One candidate in this process: prints a row."""
     points = torch.from_numpy(np.load(path))
@@ -104,12 +95,8 @@ def one(name, path, sigma):
             qattn.diffusion(some, 0.2, method=method, signal=signal[: len(some)])
         qattn.diffusion(some.repeat(4, 1), 0.2)
     run(some, signal[: len(some)], 0.2)
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    before = memory("VmRSS")
-    start = time.perf_counter()
-    applied, figures, error = run(points, signal, sigma)
-    row = {"name": name, "N": len(points), "sigma": sigma, "seconds": time.perf_counter() - start, **figures}
-    row["megabytes"] = memory("VmHWM") - before
+    (applied, figures, error), took, megabytes = once(lambda: run(points, signal, sigma))
+    row = {"name": name, "N": len(points), "sigma": sigma, "seconds": took, "megabytes": megabytes, **figures}
     row["finite"] = bool(applied.isfinite().all())
     if error is not None:
         row["error"] = error()
@@ -118,16 +105,10 @@ def one(name, path, sigma):
 
 def measure(name, path, sigma, limit):
     """One candidate in a process of its own; None if it does not end in time or in memory."""
-    command = [sys.executable, __file__, "--candidate", name, "--cloud", str(path), "--sigma", str(sigma)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
-    except subprocess.TimeoutExpired:
-        print(f"  {name:16} not done in {limit:.0f} s", flush=True)
+    row = in_its_own_process("--candidate", name, "--cloud", path, "--sigma", sigma, limit=limit)
+    if isinstance(row, str):
+        print(f"  {name:16} {row}", flush=True)
         return None
-    if done.returncode:
-        print(f"  {name:16} failed: {(done.stderr.strip().splitlines() or [str(done.returncode)])[-1]}", flush=True)
-        return None
-    row = json.loads(done.stdout.splitlines()[-1])
     assert row["finite"]
     detail = ", ".join(f"{key} {row[key]}" for key in ("method", "passes") if key in row)
     error = f"row error {row['error']:.0e}" if "error" in row else ""
