@@ -5,7 +5,7 @@ from qattn.attended import Attended, merge
 from qattn.attention import attend, gaussian
 from qattn.axioms import AxiomReport, check_axioms
 from qattn.doctor import BackendReport, backends
-from qattn.kernels import GaussianKernel, GraphKernel, Kernel, MatrixKernel
+from qattn.kernels import GaussianKernel, GraphKernel, Kernel, MatrixKernel, VoxelKernel
 from qattn.operators import Diffusion, diffusion
 from qattn.solver import SinkhornResult, sinkhorn
 
@@ -21,6 +21,7 @@ __all__ = [
     "Kernel",
     "MatrixKernel",
     "SinkhornResult",
+    "VoxelKernel",
     "attend",
     "backends",
     "check_axioms",

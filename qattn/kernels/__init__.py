@@ -4,5 +4,6 @@ from qattn.kernels.base import Kernel, PointKernel
 from qattn.kernels.gaussian import GaussianKernel
 from qattn.kernels.graph import GraphKernel
 from qattn.kernels.matrix import MatrixKernel
+from qattn.kernels.voxels import VoxelKernel
 
-__all__ = ["GaussianKernel", "GraphKernel", "Kernel", "MatrixKernel", "PointKernel"]
+__all__ = ["GaussianKernel", "GraphKernel", "Kernel", "MatrixKernel", "PointKernel", "VoxelKernel"]
