@@ -14,6 +14,7 @@ from qattn.kernels import (
     MatrixKernel,
     MixtureKernel,
     RationalQuadraticKernel,
+    VoxelKernel,
 )
 from qattn.operators import Diffusion, diffusion
 from qattn.solver import SinkhornResult, sinkhorn
@@ -34,6 +35,7 @@ __all__ = [
     "MixtureKernel",
     "RationalQuadraticKernel",
     "SinkhornResult",
+    "VoxelKernel",
     "attend",
     "backends",
     "check_axioms",

@@ -6,6 +6,7 @@ from qattn.kernels.graph import GraphKernel
 from qattn.kernels.matrix import MatrixKernel
 from qattn.kernels.mixture import MixtureKernel
 from qattn.kernels.radial import ExponentialKernel, MaternKernel, RationalQuadraticKernel
+from qattn.kernels.voxels import VoxelKernel
 
 __all__ = [
     "ExponentialKernel",
@@ -17,4 +18,5 @@ __all__ = [
     "MixtureKernel",
     "PointKernel",
     "RationalQuadraticKernel",
+    "VoxelKernel",
 ]
