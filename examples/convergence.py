@@ -70,12 +70,15 @@ def main():
             curves = {iteration: errors(kernel, mass, iteration) for iteration in ("plain", "chebyshev")}
             updates = [next(n for n, error in enumerate(curve) if error <= 1e-3) for curve in curves.values()]
             first = curves["plain"][1]
-            label = f"{title}, {name}" if len(title) < 20 else f"{title.split(',')[0]}, {name}"
-            print(f"{label:38} {kernel.shape[-1]:7,} {first:10.1%} {updates[0]:12d} {updates[1]:9d}", flush=True)
-            axis.semilogy(curves["plain"][1:], "--", color=f"C{number}", lw=1)
-            axis.semilogy(curves["chebyshev"][1:], color=f"C{number}", label=name)
+            print(
+                f"{title.split(',')[0] + ', ' + name:38} {kernel.shape[-1]:7,} {first:10.1%} {updates[0]:12d} {updates[1]:9d}",
+                flush=True,
+            )
+            for (iteration, curve), style in zip(curves.items(), ("--", "-"), strict=True):
+                label = name if iteration == "chebyshev" else None
+                axis.semilogy(range(1, len(curve)), curve[1:], style, color=f"C{number}", label=label)
         axis.axhline(1e-3, color="0.6", lw=0.8)
-        axis.set(title=title, xlabel="updates of the potential, after the first", ylim=(1e-5, 1))
+        axis.set(title=title, xlabel="updates of the potential", ylim=(1e-5, 1))
         axis.legend(frameon=False)
     axes[0].set_ylabel("mean |Q1 − 1|")
     figure.savefig(options.output, dpi=110)

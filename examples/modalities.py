@@ -91,9 +91,9 @@ def scatter(axis, points, normals, colour, size, marker="o"):
 def draw_mixture(axis, kernel, density):
     """Points drawn from each component, in its colour."""
     covariances = kernel.tensors[1].float()
-    draws = torch.randn(len(density), 60, 3, generator=torch.Generator().manual_seed(0))
+    draws = torch.randn(len(density), 150, 3, generator=torch.Generator().manual_seed(0))
     points = kernel.means.float()[:, None] + draws @ torch.linalg.cholesky(covariances).mT
-    points, colour = points.reshape(-1, 3), colours(density).repeat_interleave(60, 0)
+    points, colour = points.reshape(-1, 3), colours(density).repeat_interleave(150, 0)
     scatter(axis, points, normals_at(points), colour, 5)
 
 
@@ -109,7 +109,7 @@ def draw_graph(axis, points, pairs, density):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--points", type=int, default=10_000)
+    parser.add_argument("--points", type=int, default=20_000)
     parser.add_argument("--components", type=int, default=400)
     parser.add_argument("--spacing", type=float, default=0.025)
     parser.add_argument("--vertices", type=int, default=3000)

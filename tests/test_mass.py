@@ -7,7 +7,7 @@ import pytest
 import torch
 from cases import sphere
 
-from qattn import GaussianKernel, GraphKernel, MatrixKernel, diffusion, mass, shapes
+from qattn import GaussianKernel, GraphKernel, MatrixKernel, VoxelKernel, diffusion, mass, shapes
 
 CUBE = torch.cartesian_prod(*3 * [torch.tensor([0.0, 1.0], dtype=torch.float64)])
 CUBE_FACES = torch.tensor(
@@ -186,3 +186,27 @@ def test_density_of_other_kernels():
 def test_wrong_input(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_voxels_of_a_plane_and_of_a_diagonal_stand_for_their_areas():
+    """A plane along an axis has one voxel for each square; at 45° it has √2 too few for its area."""
+    straight, slanted = torch.zeros(2, 61, 61, 61, dtype=torch.bool)
+    straight[:, :, 30] = True
+    diagonal = torch.arange(61)
+    slanted[diagonal, diagonal] = True
+    inner = (slice(20, 41),) * 3
+    per_voxel = []
+    for mask in (straight, slanted):
+        kernel = VoxelKernel(mask, 3.0)
+        sums = torch.exp(kernel.attend(torch.zeros(len(kernel.points))).lse)
+        found = mass.voxel_density(mask)
+        torch.testing.assert_close(found * sums, (found * sums)[:1].expand_as(found))  # 1 / Σ K, but for a factor
+        torch.testing.assert_close(found.sum(), torch.tensor(1.0))
+        per_voxel.append(float((1 / kernel.to_grid(sums, fill=torch.inf))[inner].amax()))
+    assert per_voxel[1] / per_voxel[0] == pytest.approx(2**0.5, rel=2e-2)
+
+
+def test_voxel_densities_of_arrays():
+    mask = np.zeros((4, 4), dtype=bool)
+    mask[1:3, 1] = True
+    assert mass.voxel_density(mask).tolist() == [0.5, 0.5]
