@@ -521,7 +521,7 @@ def range_of_biases(span: float) -> None:
 
 def blocks_are_few(numbers: int, sites: int) -> None:
     """Checks that memory stays in proportion to the voxels."""
-    if numbers > max(2**26, 64 * sites):
+    if numbers > max(2**27, 256 * sites):
         raise ValueError(
             f"With this bandwidth {sites} voxels would need {numbers:.1e} numbers, as its reach is long for so few. "
             "Take `GaussianKernel(kernel.points, kernel.sigma)`, or a coarser grid."

@@ -331,7 +331,7 @@ def test_absent_voxels():
     torch.testing.assert_close(lse[0], kernel.attend(nothing[0]).lse, rtol=0, atol=0)
 
 
-def test_each_item_of_a_batch_of_masses_by_itself():
+def test_signals_with_a_batch_axis():
     kernel = VoxelKernel(MASKS["box"].double(), 1.5)
     signal = torch.randn(3, kernel.shape[0], 2, dtype=torch.float64)
     q = diffusion(kernel, tol=1e-8)
