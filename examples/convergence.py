@@ -70,10 +70,8 @@ def main():
             curves = {iteration: errors(kernel, mass, iteration) for iteration in ("plain", "chebyshev")}
             updates = [next(n for n, error in enumerate(curve) if error <= 1e-3) for curve in curves.values()]
             first = curves["plain"][1]
-            print(
-                f"{title.split(',')[0] + ', ' + name:38} {kernel.shape[-1]:7,} {first:10.1%} {updates[0]:12d} {updates[1]:9d}",
-                flush=True,
-            )
+            row = f"{title.split(',')[0]}, {name}"
+            print(f"{row:38} {kernel.shape[-1]:7,} {first:10.1%} {updates[0]:12d} {updates[1]:9d}", flush=True)
             for (iteration, curve), style in zip(curves.items(), ("--", "-"), strict=True):
                 label = name if iteration == "chebyshev" else None
                 axis.semilogy(range(1, len(curve)), curve[1:], style, color=f"C{number}", label=label)
