@@ -32,6 +32,7 @@ bench: install
 	$(BIN)/python benchmarks/normalize.py
 	$(BIN)/python benchmarks/methods.py
 	$(BIN)/python benchmarks/million.py
+	$(BIN)/python benchmarks/modalities.py
 
 # The real flash-attn package, its kernel interpreted on a CPU, in an environment of its own.
 conformance:
