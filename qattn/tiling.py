@@ -18,11 +18,11 @@ from torch.nn.functional import pad
 
 from qattn._compiled import share
 
-__all__ = ["PART", "TILE", "Tiling", "Tree", "kd_order"]
+__all__ = ["FACTOR", "PART", "TILE", "Tiling", "Tree", "kd_order"]
 
 TILE = 64
 PART = 16  # as many floats as fill the widest register
-_FACTOR = math.sqrt(0.5 / math.log(2))
+FACTOR = math.sqrt(0.5 / math.log(2))
 _LEAST_POINTS = 2**14  # that pay for starting a thread
 
 
@@ -75,7 +75,7 @@ class Tiling:
         self.clouds, self.size, self.dims = points.shape
         self.tiles = -(-self.size // TILE)  # of each cloud
         self.order = order
-        self.points = self.tiled(points * _FACTOR).contiguous()
+        self.points = self.tiled(points * FACTOR).contiguous()
 
     @cached_property
     def columns(self) -> Tensor:

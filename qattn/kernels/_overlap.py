@@ -39,7 +39,7 @@ from qattn.attention._simd import (
 )
 from qattn.tiling import PART, TILE
 
-__all__ = ["Cutoff", "Nodes", "attend_gaussians", "list_near_gaussians"]
+__all__ = ["Cutoff", "Nodes", "add_gradients", "attend_gaussians", "list_near_gaussians"]
 
 PARTS = TILE // PART
 _NUMBERS = 9  # of a Gaussian
@@ -123,8 +123,8 @@ def _near_tiles(tile, cutoff, found, most):
 
 
 @njit(forceinline=True)
-def _exponent(query, i, keys, beta, t, j):
-    """β_j − (x_i − x_j)ᵀ C⁻¹ (x_i − x_j) and 1 / det C, for one register of keys of the tile t."""
+def _solved(query, i, keys, t, j):
+    """δ = x_j − x_i, adj(C) by its upper triangle, adj(C) δ and 1 / det C, for one register of keys of the tile t."""
     first = t * _NUMBERS * TILE + j
     x = subtract(load(keys, first), splat(query[i, 0]))
     y = subtract(load(keys, first + TILE), splat(query[i, 1]))
@@ -135,7 +135,7 @@ def _exponent(query, i, keys, beta, t, j):
     d = add(load(keys, first + 6 * TILE), splat(query[i, 6]))
     e = add(load(keys, first + 7 * TILE), splat(query[i, 7]))
     f = add(load(keys, first + 8 * TILE), splat(query[i, 8]))
-    # C = (a b c; b d e; c e f), and its adjugate by the same pattern.
+    # C = (a b c; b d e; c e f).
     xx = subtract(multiply(d, f), multiply(e, e))
     xy = subtract(multiply(c, e), multiply(b, f))
     xz = subtract(multiply(b, e), multiply(c, d))
@@ -146,8 +146,16 @@ def _exponent(query, i, keys, beta, t, j):
     u = multiply_add(xx, x, multiply_add(xy, y, multiply(xz, z)))
     v = multiply_add(xy, x, multiply_add(yy, y, multiply(yz, z)))
     w = multiply_add(xz, x, multiply_add(yz, y, multiply(zz, z)))
+    return (x, y, z), (xx, xy, xz, yy, yz, zz), (u, v, w), inverse
+
+
+@njit(forceinline=True)
+def _exponent(beta, offset, apart, product, inverse):
+    """β_j − δᵀ C⁻¹ δ for one register of keys."""
+    x, y, z = apart
+    u, v, w = product
     form = multiply_add(u, x, multiply_add(v, y, multiply(w, z)))
-    return subtract(load(beta, t * TILE + j), multiply(form, inverse)), inverse
+    return subtract(load(beta, offset), multiply(form, inverse))
 
 
 @njit(forceinline=True)
@@ -158,12 +166,12 @@ def _add_part(query, first, shift, keys, beta, values, t, begin, has_determinant
         i = first + r
         total = load(sums, i * width)
         for j in range(begin, begin + PART, width):
-            exponent, inverse = _exponent(query, i, keys, beta, t, j)
-            w = exp2(subtract(exponent, splat(shift[i])))
+            apart, _, product, inverse = _solved(query, i, keys, t, j)
+            weight = exp2(subtract(_exponent(beta, t * TILE + j, apart, product, inverse), splat(shift[i])))
             if has_determinant:
-                w = multiply(w, root(inverse))
-            total = add(total, w)
-            store(weights, r * PART + j - begin, w)
+                weight = multiply(weight, root(inverse))
+            total = add(total, weight)
+            store(weights, r * PART + j - begin, weight)
         store(sums, i * width, total)
     for c in range(0, channels, width):
         product = zero_rows(out)
@@ -174,24 +182,61 @@ def _add_part(query, first, shift, keys, beta, values, t, begin, has_determinant
 
 
 @njit
-def _add_tiles(query, tile, shift, keys, beta, values, tiles, cutoff, least, sums, out, weights):
+def _near_parts(row, tiles, cutoff, least, near):
+    """Writes the numbers of the parts of some tiles that matter to a part of the queries to `near`; their count."""
+    rows, others = cutoff.query_parts, cutoff.key_parts
+    count = 0
+    for t in tiles:
+        for part in range(t * PARTS, (t + 1) * PARTS):
+            gap = box_gap(rows.boxes, row, others.boxes, part)
+            spread, size = rows.spread[row] + others.spread[part], rows.size[row] + others.size[part]
+            near[count] = part
+            count += _most(cutoff.part_tops[part], gap, spread, size, cutoff.has_determinant) > least
+    return count
+
+
+@njit
+def _add_tiles(query, tile, shift, keys, beta, values, tiles, cutoff, least, near, sums, out, weights):
     """The parts of a list of tiles that have more than `least`, from zero; by parts of the queries."""
     sums[:] = 0
     out[:] = 0
-    rows, others = cutoff.query_parts, cutoff.key_parts
     for p in range(PARTS):
-        row = tile * PARTS + p
-        for t in tiles:
-            for n in range(PARTS):
-                part = t * PARTS + n
-                gap = box_gap(rows.boxes, row, others.boxes, part)
-                spread, size = rows.spread[row] + others.spread[part], rows.size[row] + others.size[part]
-                if _most(cutoff.part_tops[part], gap, spread, size, cutoff.has_determinant) > least:
-                    for first in range(p * PART, (p + 1) * PART, ROWS):
-                        _add_part(
-                            query, first, shift, keys, beta, values, t, n * PART, cutoff.has_determinant, sums, out,
-                            weights,
-                        )  # fmt: skip
+        for n in range(_near_parts(tile * PARTS + p, tiles, cutoff, least, near)):
+            t, begin = near[n] // PARTS, near[n] % PARTS * PART
+            for first in range(p * PART, (p + 1) * PART, ROWS):
+                _add_part(query, first, shift, keys, beta, values, t, begin, cutoff.has_determinant, sums, out, weights)
+
+
+@njit(forceinline=True)
+def _add_gradients(query, i, shift, rows, keys, beta, columns, t, begin, has_determinant, sums):
+    """Adds those of a part of the tile t to the ten sums of a row, lane by lane; see `add_gradients`."""
+    width, channels = lanes(sums), columns.shape[1]
+    minus_half = splat(query.dtype.type(-0.5))
+    for j in range(begin, begin + PART, width):
+        apart, adjugate, product, inverse = _solved(query, i, keys, t, j)
+        weight = exp2(subtract(_exponent(beta, t * TILE + j, apart, product, inverse), splat(shift[i])))
+        if has_determinant:
+            weight = multiply(weight, root(inverse))
+        factor = splat(query.dtype.type(0))
+        for c in range(channels):
+            factor = multiply_add(splat(rows[i, c]), load(columns, (t * channels + c) * TILE + j), factor)
+        weight = multiply(weight, factor)
+        scaled = multiply(weight, inverse)
+        u, v, w = product
+        xx, xy, xz, yy, yz, zz = adjugate
+        store(sums, 0, add(load(sums, 0), weight))
+        store(sums, width, multiply_add(scaled, u, load(sums, width)))
+        store(sums, 2 * width, multiply_add(scaled, v, load(sums, 2 * width)))
+        store(sums, 3 * width, multiply_add(scaled, w, load(sums, 3 * width)))
+        # Of (C⁻¹δ)(C⁻¹δ)ᵀ log 2 − ½ C⁻¹: coordinates carry a factor √(½ log₂ e), whose square this undoes.
+        outer = multiply(multiply(scaled, inverse), splat(query.dtype.type(math.log(2))))
+        half = multiply(scaled, minus_half) if has_determinant else splat(query.dtype.type(0))
+        store(sums, 4 * width, multiply_add(outer, multiply(u, u), multiply_add(half, xx, load(sums, 4 * width))))
+        store(sums, 5 * width, multiply_add(outer, multiply(u, v), multiply_add(half, xy, load(sums, 5 * width))))
+        store(sums, 6 * width, multiply_add(outer, multiply(u, w), multiply_add(half, xz, load(sums, 6 * width))))
+        store(sums, 7 * width, multiply_add(outer, multiply(v, v), multiply_add(half, yy, load(sums, 7 * width))))
+        store(sums, 8 * width, multiply_add(outer, multiply(v, w), multiply_add(half, yz, load(sums, 8 * width))))
+        store(sums, 9 * width, multiply_add(outer, multiply(w, w), multiply_add(half, zz, load(sums, 9 * width))))
 
 
 @njit
@@ -201,12 +246,16 @@ def _largest(query, i, keys, beta, tiles, lane):
     m = splat(query.dtype.type(-np.inf))
     for t in tiles:
         for j in range(0, TILE, width):
-            m = maximum(m, _exponent(query, i, keys, beta, t, j)[0])
+            apart, _, product, inverse = _solved(query, i, keys, t, j)
+            m = maximum(m, _exponent(beta, t * TILE + j, apart, product, inverse))
     store(lane, 0, m)
     return lane.max()
 
 
 # Stale files of the cache on disk are found by the date of this one alone: the checksum is of what else is compiled in.
+_FINGERPRINT = zlib.crc32(b"".join(Path(str(module.__file__)).read_bytes() for module in (_near, _simd, tiling)))
+
+
 def _attend_gaussians(fingerprint):
     def attend_gaussians(query, keys, beta, values, cutoff, begin, end, tiny, lse, out):
         """Attention of the query tiles begin … end − 1.
@@ -219,12 +268,13 @@ def _attend_gaussians(fingerprint):
         sums, weights = np.empty((TILE, width), query.dtype), np.empty((ROWS, PART), query.dtype)
         shift, lane = np.empty(TILE, query.dtype), np.empty(width, query.dtype)
         found, most = np.empty(len(keys), np.int64), np.empty(len(keys), query.dtype)
+        near = np.empty(PARTS * len(keys), np.int64)
         for tile in range(begin, end):
             q, o, total = query[tile], out[tile], lse[tile]
             count, least = _near_tiles(tile, cutoff, found, most)
             tiles = found[:count]
             shift[:] = most[:count].max() if count > 0 else 0.0  # a bound that no weight exceeds
-            _add_tiles(q, tile, shift, keys, beta, values, tiles, cutoff, least, sums, o, weights)
+            _add_tiles(q, tile, shift, keys, beta, values, tiles, cutoff, least, near, sums, o, weights)
             low = False
             for i in range(TILE):
                 total[i] = sums[i].sum()
@@ -232,7 +282,7 @@ def _attend_gaussians(fingerprint):
             if low and count > 0:  # some rows came near the smallest float: again, at a scale of their own
                 for i in range(TILE):
                     shift[i] = _largest(q, i, keys, beta, tiles, lane)
-                _add_tiles(q, tile, shift, keys, beta, values, tiles, cutoff, least, sums, o, weights)
+                _add_tiles(q, tile, shift, keys, beta, values, tiles, cutoff, least, near, sums, o, weights)
                 for i in range(TILE):
                     total[i] = sums[i].sum()
             for i in range(TILE):
@@ -243,9 +293,39 @@ def _attend_gaussians(fingerprint):
     return compiled(attend_gaussians)
 
 
-attend_gaussians = _attend_gaussians(
-    zlib.crc32(b"".join(Path(str(module.__file__)).read_bytes() for module in (_near, _simd, tiling)))
-)
+attend_gaussians = _attend_gaussians(_FINGERPRINT)
+
+
+def _add_gradients_of_tiles(fingerprint):
+    def add_gradients(query, shift, rows, keys, beta, columns, cutoff, begin, end, result):
+        """Σ_j s̄_ij (1, ∂s_ij/∂x_i, ∂s_ij/∂A_i) of the query tiles begin … end − 1, with s̄_ij = p_ij R_i · S_j.
+
+        The weights are p_ij = 2^(β_j − shift_i − δᵀC⁻¹δ) / √det C. query (T, TILE, 9), shift (T, TILE) and rows R
+        (T, TILE, K); keys (S, 9, TILE), beta (S, TILE) and columns S (S, K, TILE); result (T, TILE, 10) is written,
+        its last six numbers those of a symmetric matrix by its upper triangle.
+        """
+        fingerprint  # noqa: B018
+        width = lanes(query)
+        sums = np.empty((10, width), query.dtype)
+        found, most = np.empty(len(keys), np.int64), np.empty(len(keys), query.dtype)
+        near = np.empty(PARTS * len(keys), np.int64)
+        for tile in range(begin, end):
+            q, r, s = query[tile], rows[tile], shift[tile]
+            count, least = _near_tiles(tile, cutoff, found, most)
+            for p in range(PARTS):
+                parts = _near_parts(tile * PARTS + p, found[:count], cutoff, least, near)
+                for i in range(p * PART, (p + 1) * PART):
+                    sums[:] = 0
+                    for n in range(parts):
+                        t, first = near[n] // PARTS, near[n] % PARTS * PART
+                        _add_gradients(q, i, s, r, keys, beta, columns, t, first, cutoff.has_determinant, sums)
+                    for n in range(10):
+                        result[tile, i, n] = sums[n].sum()
+
+    return compiled(add_gradients)
+
+
+add_gradients = _add_gradients_of_tiles(_FINGERPRINT)
 
 
 @compiled

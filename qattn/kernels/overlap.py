@@ -5,7 +5,7 @@ upper triangle of A, row by row, for a full one. Everything is in units of σ, a
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,7 +20,8 @@ from qattn.attention.backend import Engine
 from qattn.attention.inputs import Inputs
 from qattn.attention.native import LOWEST, in_base_2
 from qattn.attention.reference import Reference
-from qattn.tiling import PART, TILE, Tiling, kd_order
+from qattn.attention.score import Score
+from qattn.tiling import FACTOR, PART, TILE, Tiling, kd_order
 
 __all__ = ["DIMENSIONS", "NearOverlaps", "Overlap"]
 
@@ -145,7 +146,7 @@ def _nodes(*tensors: Tensor) -> Any:
 
 
 class NearOverlaps(Engine):
-    """Attention between Gaussians that are near enough to matter: compiled on a CPU, or in torch, with gradients.
+    """Attention between Gaussians that are near enough to matter: compiled on a CPU, else in torch.
 
     Args:
         overlap: The score.
@@ -155,31 +156,47 @@ class NearOverlaps(Engine):
 
     def __init__(self, overlap: Overlap, query: Tensor, key: Tensor) -> None:
         self._overlap = overlap
-        self._key = _Cloud(overlap.in_space(key.detach()))
-        self._query = self._key if query is key else _Cloud(overlap.in_space(query.detach()))
+        keys = _Cloud(overlap.in_space(key.detach()))
+        self._pair = _Pair(keys if query is key else _Cloud(overlap.in_space(query.detach())), keys, overlap)
 
     def not_supported_reasons(self, inputs: Inputs) -> list[str]:
         return []
 
     def attend(self, inputs: Inputs) -> Attended:
         bias = inputs.key.new_zeros(inputs.key.shape[:2]) if inputs.bias is None else inputs.bias
-        beta, top = in_base_2(self._key.tiling, bias.detach().cpu().double())
-        cutoff = self._cutoff(beta, inputs.tol)
-        if inputs.device.type == "cpu" and not inputs.needs_gradients:
-            return self._compiled(inputs, beta, top, cutoff)
-        return self._listed(inputs, bias, cutoff)
+        if inputs.device.type != "cpu":
+            return self._pair.attend_listed(inputs.query, inputs.key, inputs.value, bias, inputs.score, inputs.tol)
+        # In float64: a covariance that is much longer than wide needs the digits.
+        value = None if inputs.value is None else inputs.value.double()
+        tensors: tuple[Tensor | None, ...] = (None, None)
+        if inputs.needs_gradients:
+            tensors = tuple(self._overlap.in_space(x.double()) for x in (inputs.query, inputs.key))
+        out, lse = _Attend.apply(*tensors, value, bias.double(), self._pair, inputs.tol)
+        return Attended(out if inputs.value is None else out.to(inputs.value.dtype), lse.to(inputs.dtype))
+
+
+class _Pair:
+    """Two clouds of Gaussians, the first of which attends to the second."""
+
+    def __init__(self, query: _Cloud, key: _Cloud, overlap: Overlap) -> None:
+        self.query, self.key = query, key
+        self.score = Overlap(DIMENSIONS, "full", overlap.has_determinant)
+
+    @property
+    def exchanged(self) -> "_Pair":
+        return _Pair(self.key, self.query, self.score)
 
     def _cutoff(self, beta: Tensor, tol: float) -> Any:
         from qattn.kernels._overlap import Cutoff
 
-        query, key = self._query, self._key
+        query, key = self.query, self.key
         # A row has at least what it adds to itself.
-        own = key.log_own if self._overlap.has_determinant else torch.zeros_like(key.log_own)
+        own = key.log_own if self.score.has_determinant else torch.zeros_like(key.log_own)
         floors = (beta + own).amin(-1) if query is key else beta.new_full((len(query.rows),), -torch.inf)
         part_tops, tops = key.tiling.tops(beta)
         return Cutoff(
             tol=math.log2(tol),
-            has_determinant=self._overlap.has_determinant,
+            has_determinant=self.score.has_determinant,
             floors=floors.numpy(),
             queries=query.nodes,
             query_parts=query.parts,
@@ -191,47 +208,67 @@ class NearOverlaps(Engine):
             query_tiles=query.tiling.tiles,
         )
 
-    def _compiled(self, inputs: Inputs, beta: Tensor, top: Tensor, cutoff: Any) -> Attended:
-        """By the compiled loop, in float64: a covariance that is much longer than wide needs the digits."""
+    def _share(self, run: Callable[[int, int], None]) -> None:
+        """Runs a loop over the tiles of queries, chunk by chunk."""
+        tiles = len(self.query.rows)
+        chunk = -(-tiles // (_CHUNKS * torch.get_num_threads()))
+        chunks = range(0, tiles, chunk)
+        share(lambda begin: run(begin, min(begin + chunk, tiles)), chunks, len(chunks))
+
+    def attend(self, value: Tensor | None, bias: Tensor, tol: float) -> Attended:
+        """By the compiled loop, for value (B, M, C) and bias (B, M) in float64."""
         from qattn.attention._simd import REGISTER_BYTES
         from qattn.kernels._overlap import attend_gaussians
 
-        query, key = self._query, self._key
-        tiles, C = len(query.rows), inputs.channels
-        lanes = REGISTER_BYTES // beta.itemsize
+        query, key = self.query, self.key
+        beta, top = in_base_2(key.tiling, bias)
+        cutoff = self._cutoff(beta, tol)
+        C, lanes = 0 if value is None else value.shape[-1], REGISTER_BYTES // beta.itemsize
         channels = -(-C // lanes) * lanes
         values = beta.new_zeros(len(key.rows), TILE, channels)
-        if inputs.value is not None:
-            values[..., :C] = key.tiling.tiled(inputs.value.double())
-        lse, out = beta.new_empty(tiles, TILE), beta.new_empty(tiles, TILE, channels)
+        if value is not None:
+            values[..., :C] = key.tiling.tiled(value)
+        lse, out = beta.new_empty(len(query.rows), TILE), beta.new_empty(len(query.rows), TILE, channels)
         tiny = key.tiling.size * 2.0 ** LOWEST[64] / torch.finfo(beta.dtype).eps
         arrays = [x.numpy() for x in (query.rows, key.columns, beta, values)]
-        chunk = -(-tiles // (_CHUNKS * torch.get_num_threads()))
-
-        def run(begin: int) -> None:
-            attend_gaussians(*arrays, cutoff, begin, min(begin + chunk, tiles), tiny, lse.numpy(), out.numpy())
-
-        chunks = range(0, tiles, chunk)
-        share(run, chunks, len(chunks))
+        self._share(lambda *tiles: attend_gaussians(*arrays, cutoff, *tiles, tiny, lse.numpy(), out.numpy()))
         whole = query.tiling.untiled(lse) * math.log(2) + top
-        if inputs.value is None:
-            return Attended(None, whole.to(inputs.dtype))
-        return Attended(query.tiling.untiled(out[..., :C]).to(inputs.value.dtype), whole.to(inputs.dtype))
+        return Attended(None if value is None else query.tiling.untiled(out[..., :C]), whole)
 
-    def _listed(self, inputs: Inputs, bias: Tensor, cutoff: Any) -> Attended:
-        """By the reference, on the near tiles of each tile, gathered; differentiable to any order, on any device."""
+    def gradients(self, row: Tensor, column: Tensor, bias: Tensor, shift: Tensor, tol: float) -> tuple[Tensor, Tensor]:
+        """Σ_j s̄_ij and Σ_j s̄_ij ∂s_ij, (B, N) and (B, N, 9), with s̄_ij = e^{s_ij + b_j − shift_i} row_i · column_j."""
+        from qattn.kernels._overlap import add_gradients
+
+        query, key = self.query, self.key
+        beta, top = in_base_2(key.tiling, bias)
+        cutoff = self._cutoff(beta, tol)
+        shifts = query.tiling.tiled((shift - top) / math.log(2))
+        rows, columns = query.tiling.tiled(row), key.tiling.tiled(column).mT.contiguous()
+        result = beta.new_empty(len(query.rows), TILE, 10)
+        arrays = [x.numpy() for x in (query.rows, shifts, rows, key.columns, beta, columns)]
+        self._share(lambda *tiles: add_gradients(*arrays, cutoff, *tiles, result.numpy()))
+        total, means, triangle = query.tiling.untiled(result).split([1, 3, 6], dim=-1)
+        # Coordinates carry a factor; what is off the diagonal stands for two entries.
+        twice = triangle.new_tensor([1, 2, 2, 1, 2, 1])
+        return total[..., 0], torch.cat([means / FACTOR, triangle * twice], dim=-1)
+
+    def attend_listed(
+        self, query: Tensor, key: Tensor, value: Tensor | None, bias: Tensor, score: Score, tol: float
+    ) -> Attended:
+        """By the reference, on the near tiles of each tile, gathered: on any device, differentiable to any order."""
         from qattn.kernels._overlap import list_near_gaussians
 
-        query, key = self._query.tiling, self._key.tiling
-        counts = torch.empty(len(self._query.rows), dtype=torch.int64)
+        rows, columns = self.query.tiling, self.key.tiling
+        cutoff = self._cutoff(in_base_2(columns, bias.detach().cpu().double())[0], tol)
+        counts = torch.empty(len(self.query.rows), dtype=torch.int64)
         list_near_gaussians(cutoff, counts.numpy(), torch.empty(len(counts), 0, dtype=torch.int64).numpy())
         lists = torch.zeros(len(counts), max(1, int(counts.amax())), dtype=torch.int64)
         list_near_gaussians(cutoff, counts.numpy(), lists.numpy())
 
-        queries, keys = query.tiled(inputs.query), key.tiled(inputs.key)
-        values = None if inputs.value is None else key.tiled(inputs.value)
-        is_padding = torch.arange(key.tiles * TILE, device=bias.device).expand(key.clouds, -1) >= key.size
-        biases = torch.where(is_padding.reshape(-1, TILE), -torch.inf, key.tiled(bias))
+        queries, keys = rows.tiled(query), columns.tiled(key)
+        values = None if value is None else columns.tiled(value)
+        is_padding = torch.arange(columns.tiles * TILE, device=bias.device).expand(columns.clouds, -1) >= columns.size
+        biases = torch.where(is_padding.reshape(-1, TILE), -torch.inf, columns.tiled(bias))
         by_count = torch.argsort(counts)  # so that lists of about one length are padded together
         pieces: list[Attended] = []
         begin = 0
@@ -245,14 +282,72 @@ class NearOverlaps(Engine):
                 keys[listed].flatten(1, 2),
                 None if values is None else values[listed].flatten(1, 2),
                 torch.where(is_listed[..., None], biases[listed], -torch.inf).flatten(1, 2),
-                inputs.score,
-                inputs.tol,
+                score,
+                tol,
                 torch.Size((len(some),)),
             )
             pieces.append(Reference().attend(gathered))
             begin += len(some)
         back = torch.argsort(by_count).to(bias.device)
-        lse = query.untiled(torch.cat([piece.lse for piece in pieces])[back])
-        if inputs.value is None:
+        lse = rows.untiled(torch.cat([piece.lse for piece in pieces])[back])
+        if value is None:
             return Attended(None, lse)
-        return Attended(query.untiled(torch.cat([piece.out for piece in pieces])[back]), lse)  # type: ignore[misc]
+        return Attended(rows.untiled(torch.cat([piece.out for piece in pieces])[back]), lse)  # type: ignore[misc]
+
+
+class _Attend(torch.autograd.Function):
+    """Compiled attention between Gaussians (B, N, 9) and (B, M, 9); see `attention/gradient.py` for its gradient."""
+
+    @staticmethod
+    def forward(
+        query: Tensor | None, key: Tensor | None, value: Tensor | None, bias: Tensor, pair: _Pair, tol: float
+    ) -> tuple[Tensor | None, Tensor]:
+        return pair.attend(value, bias, tol)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, Tensor]) -> None:
+        *tensors, ctx.pair, ctx.tol = inputs
+        ctx.save_for_backward(*tensors, *output)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        *inputs, out, lse = ctx.saved_tensors
+        if torch.is_grad_enabled():  # to be differentiated again: by torch
+            return *_pulled_back(ctx.pair, ctx.tol, inputs, grads), None, None
+        _, _, value, bias = inputs
+        grad_out, grad_lse = grads
+        grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse
+        row, column = grad_lse[..., None], torch.ones_like(bias)[..., None]
+        if grad_out is not None:
+            row = torch.cat([grad_out, row - (grad_out * out).sum(-1, keepdim=True)], dim=-1)
+            column = torch.cat([value, column], dim=-1)
+        present = torch.where(lse == -torch.inf, -torch.inf, -lse)  # a row without keys has no weights
+        absent = torch.where(bias == -torch.inf, torch.inf, -bias)  # nor has a key that is left out
+        needs_query, needs_key, needs_value, needs_bias = ctx.needs_input_grad[:4]
+        grad_query = grad_key = grad_value = grad_bias = None
+        exchanged = ctx.pair.exchanged
+        if needs_query:
+            shift = torch.where(lse == -torch.inf, torch.inf, lse)
+            _, grad_query = ctx.pair.gradients(row, column, bias, shift, ctx.tol)
+        if needs_key or needs_bias:
+            grad_bias, grad_key = exchanged.gradients(column, row, present, absent, ctx.tol)
+        if needs_value and grad_out is not None:
+            means, scale = exchanged.attend(grad_out, present, ctx.tol)
+            grad_value = torch.exp(scale + bias)[..., None] * means
+        return grad_query, grad_key, grad_value, grad_bias, None, None
+
+
+def _pulled_back(
+    pair: _Pair, tol: float, inputs: Sequence[Tensor | None], grads: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """The gradients by the inputs of `_Attend`, themselves differentiable."""
+    query, key, value, bias = (x.view_as(x) if x is not None and x.requires_grad else x for x in inputs)
+    assert query is not None
+    assert key is not None
+    assert bias is not None
+    attended = pair.attend_listed(query, key, value, bias, pair.score, tol)
+    results, cotangents = zip(*((y, g) for y, g in zip(attended, grads, strict=True) if g is not None), strict=True)
+    wanted = [x for x in (query, key, value, bias) if x is not None and x.requires_grad]
+    found = iter(torch.autograd.grad(results, wanted, cotangents, create_graph=True, allow_unused=True))
+    return [next(found) if x is not None and x.requires_grad else None for x in inputs]
