@@ -18,6 +18,7 @@ from qattn.kernels import (
 )
 from qattn.operators import Diffusion, diffusion
 from qattn.solver import SinkhornResult, sinkhorn
+from qattn.spectral import Spectrum, eigsh, laplacian_eigenvalues
 
 __version__ = "0.1.0"
 
@@ -35,12 +36,15 @@ __all__ = [
     "MixtureKernel",
     "RationalQuadraticKernel",
     "SinkhornResult",
+    "Spectrum",
     "VoxelKernel",
     "attend",
     "backends",
     "check_axioms",
     "diffusion",
+    "eigsh",
     "gaussian",
+    "laplacian_eigenvalues",
     "mass",
     "merge",
     "ragged",

@@ -17,6 +17,7 @@ __all__ = [
     "covariances",
     "edges",
     "engine_takes",
+    "floating",
     "integer",
     "is_sparse",
     "kernel_of",
@@ -142,7 +143,7 @@ def _tensor(name: str, numbers: Any) -> Tensor:
         raise TypeError(f"`{name}` should be a tensor or an array of numbers; got {type(numbers).__name__}.") from None
 
 
-def _floating(name: str, numbers: Any) -> Tensor:
+def floating(name: str, numbers: Any) -> Tensor:
     """Anything array-like as a tensor of floating point; integers are converted."""
     tensor = _tensor(name, numbers)
     if tensor.is_complex() or tensor.dtype == torch.bool:
@@ -174,7 +175,7 @@ def integer(name: str, number: Any, least: int) -> int:
 
 def points(name: str, numbers: Any, dimensions: Sequence[int] = ()) -> Tensor:
     """Positions (*batch, N, d), d one of `dimensions` if there are any."""
-    tensor = _floating(name, numbers)
+    tensor = floating(name, numbers)
     if tensor.ndim < 2:
         raise ValueError(
             f"`{name}` should have shape (*batch, N, d); got {_shape(tensor)}. "
@@ -237,7 +238,7 @@ def bandwidth(sigma: Any, cloud: Tensor) -> Tensor:
 
 def covariances(numbers: Any, means: Tensor) -> tuple[Tensor, str]:
     """Covariances of means (*batch, N, d), and their kind: "isotropic", "diagonal" or "full"."""
-    tensor = _floating("covariances", numbers).to(means)
+    tensor = floating("covariances", numbers).to(means)
     *batch, d = means.shape
     shapes = {"isotropic": (*batch,), "diagonal": (*batch, d), "full": (*batch, d, d)}
     kind = next((kind for kind, shape in shapes.items() if tensor.shape == shape), None)
@@ -269,7 +270,7 @@ def weights(numbers: Any, means: Tensor) -> Tensor:
     dtype = torch.promote_types(means.dtype, torch.float32)
     if numbers is None:
         return torch.ones(means.shape[-2], dtype=dtype, device=means.device)
-    tensor = _floating("weights", numbers).to(means.device, dtype)
+    tensor = floating("weights", numbers).to(means.device, dtype)
     if tensor.shape not in (means.shape[:-1], means.shape[-2:-1]):
         raise ValueError(
             f"`weights` should have shape {tuple(means.shape[:-1])}, one a component; got {_shape(tensor)}."
@@ -294,7 +295,7 @@ def splats(means: Tensor, log_scales: Any, quaternions: Any, logit_opacities: An
     }
     tensors = []
     for name, (numbers, shape) in given.items():
-        tensor = _floating(name, numbers).to(means)
+        tensor = floating(name, numbers).to(means)
         if name == "logit_opacities" and tensor.shape == (N, 1):
             tensor = tensor[:, 0]
         if tensor.shape != shape:
@@ -334,7 +335,7 @@ def kernels_of_one_size(shapes: Sequence[torch.Size]) -> None:
 
 def similarity(numbers: Any) -> Tensor:
     """A symmetric matrix ≥ 0, (*batch, N, N)."""
-    tensor = _floating("similarity", numbers)
+    tensor = floating("similarity", numbers)
     if tensor.ndim < 2 or tensor.shape[-1] != tensor.shape[-2] or tensor.shape[-1] == 0:
         raise ValueError(f"`similarity` should have shape (*batch, N, N); got {_shape(tensor)}.")
     _finite("similarity", tensor, "Set them to 0 to leave those pairs out.")
@@ -407,7 +408,7 @@ def edges(name: str, given: Any, size: int | None = None) -> tuple[Tensor, Tenso
             raise ValueError(
                 f"`edge_index` should hold integers of shape (2, E); got {index.dtype} of {_shape(index)}."
             )
-        weight = torch.ones(index.shape[1], device=index.device) if weight is None else _floating("edge_weight", weight)
+        weight = torch.ones(index.shape[1], device=index.device) if weight is None else floating("edge_weight", weight)
         if weight.shape != index.shape[1:]:
             raise ValueError(
                 f"`edge_weight` should have one number an edge, shape ({index.shape[1]},); got {_shape(weight)}."
@@ -422,13 +423,13 @@ def edges(name: str, given: Any, size: int | None = None) -> tuple[Tensor, Tenso
     else:
         if is_sparse(given) and isinstance(given, Tensor):
             entries = given.to_sparse_coo().coalesce()
-            index, weight, shape = entries.indices(), _floating(name, entries.values()), tuple(given.shape)
+            index, weight, shape = entries.indices(), floating(name, entries.values()), tuple(given.shape)
         elif is_sparse(given):
             entries = given.tocoo()
             index = torch.from_numpy(np.stack([entries.row, entries.col]).astype(np.int64))
-            weight, shape = _floating(name, entries.data), tuple(given.shape)
+            weight, shape = floating(name, entries.data), tuple(given.shape)
         else:
-            dense = _floating(name, given)
+            dense = floating(name, given)
             index = dense.nonzero().T
             weight, shape = dense[tuple(index)], tuple(dense.shape)
         if len(shape) != 2 or shape[0] != shape[1] or shape[0] == 0:
@@ -473,7 +474,7 @@ def voxels(name: str, given: Any) -> tuple[Tensor, Tensor | None, tuple[int, ...
     else:
         values = grid.reshape(-1)
     if not is_mask:
-        values = _floating(name, values)
+        values = floating(name, values)
         _finite(name, values, "Set them to 0 to leave those voxels out.")
         if (values < 0).any():
             raise ValueError(
@@ -577,7 +578,7 @@ def mass(numbers: Any, shape: torch.Size, dtype: torch.dtype, device: torch.devi
     N = shape[-1]
     if numbers is None:
         return torch.full((N,), 1 / N, dtype=dtype, device=device)
-    tensor = _floating("mass", numbers).to(device, dtype)
+    tensor = floating("mass", numbers).to(device, dtype)
     if tensor.ndim == 0 or tensor.shape[-1] != N:
         raise ValueError(
             f"`mass` should have shape {(*shape[:-2], N)}, one mass a point, or one that broadcasts to it; "
@@ -604,7 +605,7 @@ def mass(numbers: Any, shape: torch.Size, dtype: torch.dtype, device: torch.devi
 
 def potential(numbers: Any, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A potential to start from, (*batch, N)."""
-    tensor = _floating("init", numbers).to(device, dtype)
+    tensor = floating("init", numbers).to(device, dtype)
     if tensor.shape != shape:
         raise ValueError(
             f"`init` should have shape {tuple(shape)}, a potential of the same kernel; got {_shape(tensor)}."
@@ -615,7 +616,7 @@ def potential(numbers: Any, shape: torch.Size, dtype: torch.dtype, device: torch
 
 def signal(numbers: Any, shape: torch.Size, device: torch.device) -> Tensor:
     """Values (M,), (M, C) or (*batch, M, C) for an operator of shape (*batch, N, M)."""
-    tensor = _floating("signal", numbers)
+    tensor = floating("signal", numbers)
     M = shape[-1]
     axis = -1 if tensor.ndim == 1 else -2
     if tensor.ndim == 0 or tensor.shape[axis] != M:

@@ -1,10 +1,37 @@
-r"""The leading eigenpairs of a diffusion operator, and what they tell of the Laplacian: Q ≈ exp(σ²Δ/2)."""
+r"""The leading eigenpairs of a diffusion operator, and what they tell of the Laplacian: Q ≈ exp(−σ²L/2).
 
+Q is self-adjoint for its masses, and its leading eigenvalues crowd below 1, where a Laplacian's crowd above 0. They are
+found by a block method: all columns go through one pass of the kernel, whose exponentials are paid once for all of
+them. Chebyshev polynomials of Q damp what is below the wanted eigenvalues, and a Rayleigh–Ritz step sorts out the rest.
+
+Large clouds start from small ones: the operator of a subsample, with a bandwidth that it can resolve, has nearly the
+same modes (Theorem 4.5 of the paper), and they extend to all points by one application.
+"""
+
+import math
+import warnings
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
-__all__ = ["Spectrum"]
+from qattn import _checks
+from qattn._eager import eager
+from qattn._progress import Progress
+from qattn.kernels import GaussianKernel
+from qattn.operators import Diffusion, diffusion
+from qattn.solver import log_of_mass
+
+__all__ = ["Spectrum", "eigsh", "laplacian_eigenvalues"]
+
+_FEW = 600  # points of which all eigenpairs are computed
+_COARSER = 8  # times fewer points on the next level
+_LEAST = 4000  # points that are not worth a coarser level
+_NEIGHBOURS = 12.0  # Σ_j K_ij that a subsample should have at least
+_GAIN = 300.0  # by which a filter should raise the last wanted eigenvector over those that are damped
+_MOST_DEGREE = 24
+_ROUNDING = 30.0  # residuals, in units of rounding, below which nothing is gained
 
 
 @dataclass(frozen=True)
@@ -13,7 +40,7 @@ class Spectrum:
 
     Attributes:
         values: The eigenvalues λ, from the largest down, shape (k,).
-        vectors: The eigenvectors φ, shape (N, k).
+        vectors: The eigenvectors φ, shape (N, k); of each the entry that is largest in size is positive.
         residuals: ‖Qφ − λφ‖ in the norm of the masses, shape (k,).
         mass: The masses m that they are orthonormal for, shape (N,), of sum 1.
     """
@@ -23,7 +50,215 @@ class Spectrum:
     residuals: Tensor
     mass: Tensor
 
+    def __len__(self) -> int:
+        return len(self.values)
+
     def project(self, signal: Tensor) -> Tensor:
         """The coefficients Φᵀ diag(m) f, (k,) or (k, C), of a signal (N,) or (N, C)."""
         weighted = self.mass * signal if signal.ndim == 1 else self.mass[:, None] * signal
         return self.vectors.T @ weighted
+
+    def power(self, t: float, signal: Tensor) -> Tensor:
+        """Φ Λ^t Φᵀ diag(m) f for any real t ≥ 0: Q^t of what the modes span; the rest is dropped."""
+        _checks.not_negative("t", t)
+        coefficients = self.project(signal)
+        damped = self.values.clamp(min=0) ** t
+        return self.vectors @ (damped * coefficients if signal.ndim == 1 else damped[:, None] * coefficients)
+
+
+def laplacian_eigenvalues(values: Any, sigma: float) -> Any:
+    r"""Estimates −(2/σ²) log λ of the eigenvalues of the Laplacian, from those of Q.
+
+    Args:
+        values: Eigenvalues λ of Q, shape (k,), a tensor or an array.
+        sigma: The bandwidth σ; `MixtureKernel.effective_sigma` for mixtures.
+
+    Returns:
+        Their estimates in the order of `values`; ∞ where λ ≤ 0, which no Laplacian explains, with a warning.
+
+    Example:
+        >>> laplacian_eigenvalues(torch.tensor([1.0, 0.99]), sigma=0.1)
+        tensor([0.0000, 2.0101])
+    """
+    given = _checks.floating("values", values)
+    sigma = float(_checks.bandwidth(sigma, given.double()))
+    count = int((given <= 0).sum())
+    if count:
+        warnings.warn(
+            f"{count} of the {given.numel()} eigenvalues of Q are 0 or less, and stand for none of a Laplacian: they "
+            "are ∞ here. Take fewer, or a smaller bandwidth, or a kernel that is positive semidefinite.",
+            stacklevel=2,
+        )
+    found = -2 / sigma**2 * torch.log(given.clamp(min=0))
+    found = torch.where(found == 0, 0, found)  # no −0
+    return found if isinstance(values, Tensor) else found.numpy(force=True)
+
+
+class _Symmetric:
+    """S = √w Q /√w, symmetric for the weight w = m e^{r−l} that Q is self-adjoint for; counts its passes."""
+
+    def __init__(self, q: Diffusion, progress: Progress) -> None:
+        weight = torch.exp(log_of_mass(q._mass) + q._right - q._left).detach().expand(q.shape[-1])
+        self.mass = weight / weight.sum()
+        self._q, self._progress = q, progress
+        self._root = self.mass.sqrt()[:, None]  # (N, 1)
+        self._inverse = torch.where(self._root > 0, 1 / torch.where(self._root > 0, self._root, 1), 0)
+        self.passes = 0
+
+    def __matmul__(self, u: Tensor) -> Tensor:
+        self.passes += 1
+        result = self._root * self._q._apply(self._inverse * u)
+        self._progress.advance()
+        return result
+
+    def from_vectors(self, vectors: Tensor) -> Tensor:
+        """√w φ."""
+        return self._root * vectors
+
+    def to_vectors(self, u: Tensor, values: Tensor) -> Tensor:
+        """φ; at points without mass, by the operator: φ = Qφ / λ."""
+        vectors = self._inverse * u
+        if (self.mass > 0).all():
+            return vectors
+        extended = self._q._apply(vectors) / values
+        return torch.where(self._root > 0, vectors, extended)
+
+
+def _ritz(s: _Symmetric, block: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Ritz values from the largest down, Ritz vectors u and S u, of an orthonormal basis of the block."""
+    basis = torch.linalg.qr(block).Q
+    applied = s @ basis
+    # Sums over all points in float64, chunk by chunk: they decide which modes are told apart.
+    gram = sum(a.double().T @ b.double() for a, b in zip(basis.split(2**16), applied.split(2**16), strict=True))
+    values, turn = torch.linalg.eigh((gram + gram.T) / 2)
+    values, turn = values.flip(0).to(block.dtype), turn.flip(1).to(block.dtype)
+    return values, basis @ turn, applied @ turn
+
+
+def _filtered(s: _Symmetric, block: Tensor, applied: Tensor, low: float, cut: float, degree: int) -> Tensor:
+    """p(S) X for a block X and S X, p the Chebyshev polynomial of a degree that is small on [low, cut] and 1 at 1."""
+    centre, half = (low + cut) / 2, (cut - low) / 2
+    sigma = first = half / (1 - centre)  # scales p(1) to 1 at every step, or it would overflow
+    previous, current = block, (applied - centre * block) * (sigma / half)
+    for _ in range(degree - 1):
+        following = 1 / (2 / first - sigma)
+        step = (s @ current) - centre * current
+        previous, current = current, step * (2 * following / half) - previous * (sigma * following)
+        sigma = following
+    return current
+
+
+@eager
+@torch.no_grad()
+def eigsh(
+    q: Diffusion, k: int, *, tol: float = 1e-2, max_iter: int = 300, init: Spectrum | Tensor | None = None
+) -> Spectrum:
+    r"""The k leading eigenpairs of a diffusion operator, by block passes of its kernel.
+
+    Args:
+        q: The operator of one cloud, mixture, grid or graph, with one bandwidth; any normalisation.
+        k: How many.
+        tol: Residuals ‖Qφ − λφ‖ that are acceptable, relative to the smallest 1 − λ that is wanted: eigenvalues of the
+            Laplacian are then right to about tol², and isolated eigenvectors to about k tol.
+        max_iter: The most passes of the kernel, each with some more than k columns. Missing `tol` by then, or by
+            rounding, is warned of and shows in the residuals.
+        init: A spectrum or vectors (N, n) to start from, as of a similar cloud.
+
+    Returns:
+        A `Spectrum`; the same for the same input.
+
+    Example:
+        >>> points = torch.nn.functional.normalize(torch.randn(2000, 3), dim=-1)
+        >>> spectrum = eigsh(diffusion(points, 0.2), 9)
+        >>> laplacian_eigenvalues(spectrum.values, 0.2)[1:4].round()  # 2 three times, on the unit sphere
+        tensor([2., 2., 2.])
+    """
+    if len(q.shape) > 2:
+        raise ValueError(f"`eigsh` takes one cloud with one bandwidth; this operator has shape {tuple(q.shape)}.")
+    _checks.positive("`tol`", tol)
+    _checks.integer("max_iter", max_iter, 1)
+    N = q.shape[-1]
+    if _checks.integer("k", k, 1) > N:
+        raise ValueError(f"`k` should be at most the number of points, {N}; got {k}.")
+    with Progress("Eigenpairs") as progress:
+        s = _Symmetric(q, progress)
+        size = min(N, k + max(8, k // 5))
+        if max(_FEW, 3 * size) >= N:
+            return _all(s, k)
+        return _leading(s, k, size, tol, max_iter, _start(q, s, size, init, progress))
+
+
+def _all(s: _Symmetric, k: int) -> Spectrum:
+    """By LAPACK, in float64."""
+    identity = torch.eye(len(s.mass), dtype=s.mass.dtype, device=s.mass.device)
+    dense = (s @ identity).double()
+    values, u = torch.linalg.eigh((dense + dense.T) / 2)
+    values, u = values.flip(0)[:k].to(s.mass), u.flip(1)[:, :k].to(s.mass)
+    return _spectrum(s, values, u, s @ u)
+
+
+def _spectrum(s: _Symmetric, values: Tensor, u: Tensor, applied: Tensor) -> Spectrum:
+    vectors = s.to_vectors(u, values)
+    sign = torch.sign(vectors.gather(0, vectors.abs().argmax(0, keepdim=True)))
+    return Spectrum(values, sign * vectors, (applied - values * u).norm(dim=0), s.mass)
+
+
+def _start(q: Diffusion, s: _Symmetric, size: int, init: Spectrum | Tensor | None, progress: Progress) -> Tensor:
+    """A block (N, size) to start from: what is given, or the modes of a subsample, and noise for what lacks."""
+    N, like = q.shape[-1], s.mass
+    given = init.vectors if isinstance(init, Spectrum) else init
+    if given is None:
+        given = _coarse(q, size)
+    noise = torch.randn(N, size, generator=torch.Generator().manual_seed(0)).to(like)
+    if given is None:
+        return noise
+    if given.ndim != 2 or len(given) != N:
+        raise ValueError(f"`init` should be a spectrum or vectors of shape ({N}, n); got {tuple(given.shape)}.")
+    u = s.from_vectors(given.to(like))
+    return torch.cat([u[:, :size], noise[:, : max(0, size - u.shape[1])]], dim=1)
+
+
+def _coarse(q: Diffusion, size: int) -> Tensor | None:
+    """The modes of a subsample, at all points; None for kernels of other things than points, or of few of them."""
+    kernel, N = q.kernel, q.shape[-1]
+    if not isinstance(kernel, GaussianKernel) or max(_LEAST, 4 * _COARSER * size) > N:
+        return None
+    mass = q._mass.detach().expand(N)
+    present = (mass > 0).nonzero()[:, 0].cpu()
+    sample = present[torch.randperm(len(present), generator=torch.Generator().manual_seed(0))[: N // _COARSER]]
+    sample = sample.sort().values.to(mass.device)
+    points = kernel.points.detach()
+    # Points of a surface that are fewer see fewer neighbours, by as much: the bandwidth makes up for it.
+    some = sample[:: max(1, len(sample) // 256)]
+    zero = torch.zeros(N, dtype=kernel.dtype, device=mass.device)
+    neighbours = float(torch.exp(kernel.at(points[some]).attend(zero).lse).median()) / _COARSER
+    sigma = float(kernel.sigma) * max(1.0, math.sqrt(_NEIGHBOURS / neighbours))
+    small = diffusion(points[sample], sigma, mass[sample])
+    spectrum = eigsh(small, size, tol=0.1)
+    return small.extend(points) @ spectrum.vectors
+
+
+def _leading(s: _Symmetric, k: int, size: int, tol: float, max_iter: int, block: Tensor) -> Spectrum:
+    values, u, applied = _ritz(s, block)
+    best, since = math.inf, 0
+    while True:
+        residuals = (applied - values * u).norm(dim=0)[:k]
+        worst, gap = float(residuals.amax()), 1 - float(values[k - 1])
+        goal = max(tol * gap, _ROUNDING * torch.finfo(u.dtype).eps)
+        if worst <= goal:
+            break
+        since = 0 if worst < 0.7 * best else since + 1
+        best = min(best, worst)
+        cut = min(float(values[-1]), float(values[k - 1]) - 1e-3 * gap)
+        low = min(0.0, float(values[-1]))
+        stretch = (2 * float(values[k - 1]) - cut - low) / (cut - low)
+        degree = min(_MOST_DEGREE, max(2, math.ceil(math.acosh(_GAIN) / math.acosh(stretch))))
+        if since >= 3 or s.passes + degree > max_iter:
+            warnings.warn(
+                f"eigsh stopped after {s.passes} passes with residuals of up to {worst:.1e}, above {goal:.1e}. Raise "
+                "`tol` or `max_iter`; or make the operator with a smaller `tol`, or in float64.",
+                stacklevel=4,  # past `eager` and `no_grad`
+            )
+            break
+        values, u, applied = _ritz(s, _filtered(s, u, applied, low, cut, degree))
+    return _spectrum(s, values[:k], u[:, :k], applied[:, :k])

@@ -5,6 +5,7 @@ det(C_ij)^{−½} exp(−½ δᵀ C_ij⁻¹ δ) with δ = x_i − x_j and C_ij =
 semidefinite. Without the determinant, which is not of the form a_i a_j and so is not normalised out, it is not.
 """
 
+import math
 from functools import cached_property
 from typing import Any
 
@@ -124,6 +125,21 @@ class MixtureKernel(PointKernel):
     def sigma(self) -> Tensor:
         """The bandwidth σ, a tensor without axes or of shape (H,)."""
         return self._sigma
+
+    def effective_sigma(self, dims: int) -> float:
+        """√(σ² + (2/d) Σ m_i tr Σ_i): the bandwidth of Q as a diffusion, d = 2 for surfaces and 3 for volumes.
+
+        As the paper has it (appendix G), for `qattn.laplacian_eigenvalues`; of one mixture with one bandwidth.
+        """
+        covariances, d = self._covariances.detach(), self._overlap.dims
+        trace = {
+            "isotropic": lambda: d * covariances,
+            "diagonal": lambda: covariances.sum(-1),
+            "full": lambda: covariances.diagonal(dim1=-2, dim2=-1).sum(-1),
+        }[self._overlap.kind]()
+        return math.sqrt(
+            float(self._sigma) ** 2 + 2 / _checks.integer("dims", dims, 1) * float((self.mass * trace).sum())
+        )
 
     @property
     def mass(self) -> Tensor:
