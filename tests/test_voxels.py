@@ -4,6 +4,7 @@ import copy
 import pickle
 import subprocess
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,8 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
 
-from qattn import GaussianKernel, VoxelKernel, check_axioms, diffusion, sinkhorn
+import qattn
+from qattn import GaussianKernel, check_axioms, diffusion, sinkhorn
 from qattn.kernels import blocks
+
+VoxelKernel = partial(qattn.VoxelKernel, method="blocks")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -439,11 +443,11 @@ def test_too_large_a_bandwidth_for_few_voxels_is_refused():
 
 def test_what_a_kernel_prints():
     kernel = VoxelKernel(torch.ones(20, 8, 8), 0.05, 0.02)
-    assert repr(kernel) == "VoxelKernel(1280 of 20 × 8 × 8 voxels, sigma=0.05, spacing=0.02)"
+    assert repr(kernel) == "VoxelKernel(1280 of 20 × 8 × 8 voxels, sigma=0.05, spacing=0.02, method='blocks')"
     assert str(kernel) == f"{kernel!r}\n  3 blocks of 8 × 8 × 8 voxels, reach 12 × 7 × 7"
     padded = VoxelKernel(torch.nn.functional.pad(torch.ones(20, 8, 8), (4, 0, 4, 0, 4, 0)), 0.05, 0.02)
     assert str(padded).endswith("3 blocks of 8 × 8 × 8 voxels, reach 12 × 7 × 7")  # they begin with the shape
-    assert repr(VoxelKernel(torch.ones(3, 4), 1, [1, 2])).endswith("sigma=1, spacing=(1, 2))")
+    assert repr(VoxelKernel(torch.ones(3, 4), 1, [1, 2])).endswith("sigma=1, spacing=(1, 2), method='blocks')")
 
 
 ONES = torch.ones(3, 4)
@@ -491,3 +495,36 @@ def test_wrong_tolerance_grids_and_signals():
         large.to_grid(torch.ones(1))
     with pytest.raises(ValueError, match="is not a function of points"):
         diffusion(kernel).extend(torch.zeros(1, 2))
+
+
+# --- by points
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_points_are_the_same_kernel(name):
+    by_blocks, by_points = (
+        qattn.VoxelKernel(MASKS[name].double(), 1.5, method=m, tol=1e-9) for m in ("blocks", "points")
+    )
+    N = by_points.shape[0]
+    bias, value = torch.randn(N).double(), torch.randn(N, 2).double()
+    for kernel in (by_points, by_points.replace(*by_points.tensors), pickle.loads(pickle.dumps(by_points))):
+        torch.testing.assert_close(tuple(kernel.attend(bias, value)), tuple(by_blocks.attend(bias, value)))
+        torch.testing.assert_close(kernel.mass, by_blocks.mass)
+
+
+def test_shells_go_by_points_and_solids_by_blocks():
+    centres = torch.cartesian_prod(*3 * [torch.arange(40) - 19.5]).reshape(40, 40, 40, 3).norm(dim=-1)
+    shell, solid = qattn.VoxelKernel((centres - 19).abs() < 0.5, 2.0), qattn.VoxelKernel(centres < 19, 2.0)
+    assert (shell.method, solid.method) == ("points", "blocks")
+    assert "GaussianKernel" in str(shell)
+    assert float(shell.error()) < 1e-3
+
+
+def test_sigma_has_gradients_by_points():
+    sigma = torch.tensor(1.5).double().requires_grad_()
+
+    def lse(sigma):
+        kernel = qattn.VoxelKernel(MASKS["plane"].double(), sigma, method="points")
+        return sinkhorn(kernel, tol=1e-11).potential[:5]
+
+    assert gradcheck(lse, (sigma,), rtol=1e-3, atol=1e-5)

@@ -52,6 +52,11 @@ class Blocks:
     def __len__(self) -> int:
         return len(self._keys)
 
+    @property
+    def cells(self) -> int:
+        """How many cells a block has."""
+        return self.size ** len(self.extent)
+
     def to(self, device: torch.device) -> "Blocks":
         """The same blocks on another device."""
         blocks = object.__new__(Blocks)
@@ -69,7 +74,7 @@ class Blocks:
         blocks_reached = tuple(-(-(len(t) - 1) // self.size) for t in taps)
         tables = self._neighbours(blocks_reached)
         matrices = [_toeplitz(t, r, self.size) for t, r in zip(taps, blocks_reached, strict=True)]
-        cells = self.size ** len(taps)
+        cells = self.cells
         largest = max(len(self), *map(len, tables)) * cells
         results = []
         for some in columns.split(max(1, _GROUP // largest), dim=1):

@@ -1,5 +1,8 @@
 r"""A sparse symmetric matrix K ≥ 0, by its entries above 0: log-domain attention along its edges."""
 
+import warnings
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
@@ -31,7 +34,10 @@ class Edges:
 
     def replace(self, log: Tensor) -> "Edges":
         """The same edges with other logarithms, and on their device."""
-        return Edges(self.index, log, self.size)
+        edges = Edges(self.index, log, self.size)
+        if "_starts" in vars(self):
+            edges._starts = self._starts.to(log.device)
+        return edges
 
     def attend(self, bias: Tensor, value: Tensor | None) -> Attended:
         """lse (*batch, N) and out (*batch, N, C) for bias (*batch, N) and value (*batch, N, C)."""
@@ -54,14 +60,22 @@ class Edges:
             return Attended(out.index_add(len(batch), rows, products.expand(*batch, -1, -1)), lse)
         return Attended(self._product(weights, value), lse)
 
+    @cached_property
+    def _starts(self) -> Tensor:
+        """Where each row begins among the edges, (N + 1,)."""
+        rows = torch.arange(self.size + 1, device=self.index.device)
+        return torch.searchsorted(self.index[0].contiguous(), rows)
+
     def _product(self, weights: Tensor, value: Tensor) -> Tensor:
         """Σ_j w_ij v_j by one sparse product for each item of a batch: memory for the edges and the values alone."""
         batch = torch.broadcast_shapes(weights.shape[:-1], value.shape[:-2])
         weights = weights.expand(*batch, -1).reshape(batch.numel(), weights.shape[-1])
         values = value.expand(*batch, -1, -1).reshape(batch.numel(), *value.shape[-2:])
-        shape = (self.size, self.size)
-        items = [
-            torch.sparse_coo_tensor(self.index, w, shape, is_coalesced=True, check_invariants=False) @ v
-            for w, v in zip(weights, values, strict=True)
-        ]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Sparse CSR")  # torch calls them new; COO products are slower
+            items = [
+                torch.sparse_csr_tensor(self._starts, self.index[1], w, (self.size, self.size), check_invariants=False)
+                @ v
+                for w, v in zip(weights, values, strict=True)
+            ]
         return torch.stack(items).reshape(*batch, self.size, value.shape[-1])

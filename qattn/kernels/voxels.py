@@ -9,6 +9,7 @@ so that reaches follow from a tolerance and from the range of the biases, anew i
 """
 
 import math
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from qattn.kernels.gaussian import GaussianKernel
 __all__ = ["VoxelKernel"]
 
 _SINGLE = 60.0  # the range of biases, in nats, that float32 holds with room for the Gaussian
+_FULL = 0.25  # of a block, on average, for which the convolution is faster than a cloud
 _ZERO = 40.0  # bandwidths beyond which the Gaussian is 0 in float64
 
 
@@ -38,17 +40,22 @@ class VoxelKernel(Kernel):
             ≥ 0, as fractions of voxels that are inside, which are then the masses; or a sparse COO tensor of either.
         sigma: The bandwidth σ > 0, in units of the world.
         spacing: The size of a voxel in those units, a number or one for each axis.
+        method: "blocks" is the separable convolution, best for solids; "points" the `GaussianKernel` of the centres,
+            best for thin shells, whose blocks are nearly empty. "auto" goes by how full the blocks are.
         tol: The largest error of lse that is acceptable; see `error`.
 
     Example:
         >>> kernel = VoxelKernel(torch.ones(8, 8, 8), sigma=0.2, spacing=0.1)
         >>> kernel
-        VoxelKernel(512 of 8 × 8 × 8 voxels, sigma=0.2, spacing=0.1)
+        VoxelKernel(512 of 8 × 8 × 8 voxels, sigma=0.2, spacing=0.1, method='blocks')
         >>> bool(diffusion(kernel).marginal_error < 1e-3)
         True
     """
 
-    def __init__(self, mask_or_weights: Any, sigma: Any, spacing: Any = 1.0, *, tol: float = 1e-3) -> None:
+    def __init__(
+        self, mask_or_weights: Any, sigma: Any, spacing: Any = 1.0, *, method: str = "auto", tol: float = 1e-3
+    ) -> None:
+        _checks.one_of("method", method, ("auto", "blocks", "points"))
         _checks.positive("`tol`", tol)
         self._cells, self._weights, self._grid = _checks.voxels("mask_or_weights", mask_or_weights)
         self._spacing = _checks.spacing(spacing, len(self._grid))
@@ -57,14 +64,18 @@ class VoxelKernel(Kernel):
         self._tol = tol
         reach = self._reach([count - 1 for count in self._grid], 0.0)
         self._blocks = Blocks(torch.unravel_index(self._cells, self._grid), reach)
+        self._method = method
 
     def __repr__(self) -> str:
         grid = " × ".join(map(str, self._grid))
         is_even = len(set(self._spacing)) == 1
         spacing = f"{self._spacing[0]:g}" if is_even else f"({', '.join(f'{h:g}' for h in self._spacing)})"
-        return f"VoxelKernel({len(self._cells)} of {grid} voxels, sigma={float(self._sigma):g}, spacing={spacing})"
+        how = f"sigma={float(self._sigma):g}, spacing={spacing}, method={self.method!r}"
+        return f"VoxelKernel({len(self._cells)} of {grid} voxels, {how})"
 
     def __str__(self) -> str:
+        if self.method == "points":
+            return f"{self!r}\n  {self._cloud}"
         size, reach = self._blocks.size, self._reach(self._blocks.extent, 0.0)
         return (
             f"{self!r}\n  {len(self._blocks)} blocks of {' × '.join([str(size)] * len(reach))} voxels, "
@@ -92,6 +103,13 @@ class VoxelKernel(Kernel):
         return self._spacing
 
     @property
+    def method(self) -> str:
+        """How it is computed, "blocks" or "points"."""
+        if self._method != "auto":
+            return self._method
+        return "blocks" if len(self._cells) >= _FULL * len(self._blocks) * self._blocks.cells else "points"
+
+    @property
     def tol(self) -> float:
         """The largest error of lse that is acceptable."""
         return self._tol
@@ -116,7 +134,14 @@ class VoxelKernel(Kernel):
         kernel._weights = None if self._weights is None else tensors[1]
         if kernel.device != self.device:
             kernel._cells, kernel._blocks = self._cells.to(kernel.device), self._blocks.to(kernel.device)
+        if "_cloud" in vars(self):
+            kernel._cloud = self._cloud.replace(self._cloud.points.to(kernel._sigma), kernel._sigma)
         return kernel
+
+    @cached_property
+    def _cloud(self) -> GaussianKernel:
+        """The kernel of the centres."""
+        return GaussianKernel(self.points, self._sigma, tol=self._tol)
 
     def from_grid(self, grid: Any) -> Any:
         """The values of a grid (*grid, …) at the sites, shape (N, …); arrays come back as arrays."""
@@ -133,6 +158,8 @@ class VoxelKernel(Kernel):
         return whole if isinstance(signal, Tensor) else whole.numpy(force=True)
 
     def attend(self, bias: Tensor, value: Tensor | None = None) -> Attended:
+        if self.method == "points":
+            return self._cloud.attend(bias, value)
         top, span = _range(bias.detach())
         _checks.range_of_biases(span)
         reach = self._reach(self._blocks.extent, span)
