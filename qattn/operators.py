@@ -183,6 +183,21 @@ class Diffusion(_Operator):
             kernel, mass, left, right, normalization=self.normalization, result=result, is_numpy=self._is_numpy
         )
 
+    def for_channels(self, channels: int) -> "Diffusion":
+        """The operator by whatever method applies it cheapest to many channels, again and again."""
+        if not isinstance(self.kernel, GaussianKernel):
+            return self
+        kernel = self.kernel.for_channels(channels)
+        return Diffusion(
+            kernel,
+            self._mass,
+            self._left,
+            self._right,
+            normalization=self.normalization,
+            result=self._result,
+            is_numpy=self._is_numpy,
+        )
+
 
 class _Transpose(_Operator):
     """Qᵀ."""

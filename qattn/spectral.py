@@ -29,8 +29,7 @@ _FEW = 600  # points of which all eigenpairs are computed
 _COARSER = 8  # times fewer points on the next level
 _LEAST = 4000  # points that are not worth a coarser level
 _NEIGHBOURS = 12.0  # Σ_j K_ij that a subsample should have at least
-_GAIN = 300.0  # by which a filter should raise the last wanted eigenvector over those that are damped
-_MOST_DEGREE = 24
+_LEAST_DEGREE, _MOST_DEGREE = 6, 24  # of the filters
 _ROUNDING = 30.0  # residuals, in units of rounding, below which nothing is gained
 
 
@@ -181,8 +180,8 @@ def eigsh(
     if _checks.integer("k", k, 1) > N:
         raise ValueError(f"`k` should be at most the number of points, {N}; got {k}.")
     with Progress("Eigenpairs") as progress:
-        s = _Symmetric(q, progress)
-        size = min(N, k + max(8, k // 5))
+        size = min(N, k + max(8, k // 2))  # more columns widen the gap to what is damped
+        s = _Symmetric(q.for_channels(size), progress)
         if max(_FEW, 3 * size) >= N:
             return _all(s, k)
         return _leading(s, k, size, tol, max_iter, _start(q, s, size, init, progress))
@@ -240,25 +239,24 @@ def _coarse(q: Diffusion, size: int) -> Tensor | None:
 
 def _leading(s: _Symmetric, k: int, size: int, tol: float, max_iter: int, block: Tensor) -> Spectrum:
     values, u, applied = _ritz(s, block)
-    best, since = math.inf, 0
+    degree, before, failures = _LEAST_DEGREE, math.inf, 0
     while True:
         residuals = (applied - values * u).norm(dim=0)[:k]
         worst, gap = float(residuals.amax()), 1 - float(values[k - 1])
         goal = max(tol * gap, _ROUNDING * torch.finfo(u.dtype).eps)
         if worst <= goal:
             break
-        since = 0 if worst < 0.7 * best else since + 1
-        best = min(best, worst)
-        cut = min(float(values[-1]), float(values[k - 1]) - 1e-3 * gap)
-        low = min(0.0, float(values[-1]))
-        stretch = (2 * float(values[k - 1]) - cut - low) / (cut - low)
-        degree = min(_MOST_DEGREE, max(2, math.ceil(math.acosh(_GAIN) / math.acosh(stretch))))
-        if since >= 3 or s.passes + degree > max_iter:
+        if worst > 0.3 * before:  # slow: a longer filter, which costs fewer Rayleigh–Ritz steps
+            degree = min(_MOST_DEGREE, 2 * degree)
+        failures = failures + 1 if worst > 0.8 * before else 0
+        if failures == 3 or s.passes + degree > max_iter:
             warnings.warn(
                 f"eigsh stopped after {s.passes} passes with residuals of up to {worst:.1e}, above {goal:.1e}. Raise "
                 "`tol` or `max_iter`; or make the operator with a smaller `tol`, or in float64.",
                 stacklevel=4,  # past `eager` and `no_grad`
             )
             break
+        before = worst
+        low, cut = min(0.0, float(values[-1])), float(values[-1])
         values, u, applied = _ritz(s, _filtered(s, u, applied, low, cut, degree))
     return _spectrum(s, values[:k], u[:, :k], applied[:, :k])

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from qattn import Attended, GaussianKernel, MatrixKernel, diffusion
 from qattn.kernels import fourier, sites
 from qattn.kernels.fourier import Fourier, FourierError
-from qattn.kernels.methods import Methods
+from qattn.kernels.methods import Methods, Work
 from qattn.kernels.sites import Sites
 
 APPROXIMATE = ["tiles", "fourier"]
@@ -239,12 +239,12 @@ def test_methods_by_device():
     """On the devices of others there is "exact"; on CUDA, "fourier" asks for its library."""
     elsewhere = torch.empty(10, 3, device="meta")
     with pytest.raises(ValueError, match="it takes points on cpu or cuda, and these are on meta"):
-        Methods(Sites(elsewhere, elsewhere), torch.tensor(1.0), "tiles", 1e-3, "auto")
+        Methods(Sites(elsewhere, elsewhere), torch.tensor(1.0), "tiles", 1e-3, "auto", Work())
     with FakeTensorMode():
         on_cuda = torch.empty(10, 3, device="cuda")
-        Methods(Sites(on_cuda, on_cuda), torch.tensor(1.0), "tiles", 1e-3, "auto")
+        Methods(Sites(on_cuda, on_cuda), torch.tensor(1.0), "tiles", 1e-3, "auto", Work())
         with pytest.raises(ValueError, match="cufinufft is not installed: `pip install cufinufft`"):
-            Methods(Sites(on_cuda, on_cuda), torch.tensor(1.0), "fourier", 1e-3, "auto")
+            Methods(Sites(on_cuda, on_cuda), torch.tensor(1.0), "fourier", 1e-3, "auto", Work())
 
 
 def test_fourier_says_when_it_needs_too_many_modes():

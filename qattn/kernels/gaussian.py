@@ -10,7 +10,7 @@ from qattn.attended import Attended
 from qattn.attention import attend
 from qattn.attention.backend import Engine
 from qattn.kernels.base import PointKernel
-from qattn.kernels.methods import Methods
+from qattn.kernels.methods import Methods, Work
 from qattn.kernels.prepared import attend_prepared
 from qattn.kernels.sites import Sites, scaled
 
@@ -45,11 +45,12 @@ class GaussianKernel(PointKernel):
         self._points = self._targets = _checks.points("points", points)
         self._sigma = _checks.bandwidth(sigma, self._points)
         self._method, self._tol, self._backend = method, tol, backend
+        self._work = Work()
         self._sites = Sites(self._targets, self._points)
         self._methods = self._make_methods()
 
     def _make_methods(self) -> Methods:
-        return Methods(self._sites, self._sigma, self._method, self._tol, self._backend)
+        return Methods(self._sites, self._sigma, self._method, self._tol, self._backend, self._work)
 
     def __getstate__(self) -> dict[str, Any]:  # what is prepared stays behind: plans cannot be pickled
         return {name: value for name, value in self.__dict__.items() if name not in ("_sites", "_methods")}
@@ -132,6 +133,12 @@ class GaussianKernel(PointKernel):
     def with_sigma(self, sigma: Any) -> "GaussianKernel":
         """The kernel of another bandwidth at the same points, which need not be prepared again."""
         kernel = self._with(_sigma=_checks.bandwidth(sigma, self._points))
+        kernel._methods = kernel._make_methods()
+        return kernel
+
+    def for_channels(self, channels: int) -> "GaussianKernel":
+        """The same kernel by the method that is cheapest to apply to so many channels, again and again."""
+        kernel = self._with(_work=Work(sums=0, channels=channels))
         kernel._methods = kernel._make_methods()
         return kernel
 

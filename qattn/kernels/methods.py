@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from qattn.kernels.sites import Sites
 from qattn.kernels.tiles import SortedCloud, Tiles
 from qattn.tiling import PART, TILE
 
-__all__ = ["METHODS", "Choice", "Methods"]
+__all__ = ["METHODS", "Choice", "Methods", "Work"]
 
 METHODS = ("exact", "tiles", "fourier")
 _FEW_DIMENSIONS = 4  # in which tiles pay off
@@ -52,8 +53,19 @@ _COSTS = {
     "cpu": _Costs(0.24, 200.0, 80.0, 1.3, 120.0, 140.0, {"tiles": 2.5e6, "fourier": 1e7}),
     "cuda": _Costs(0.002, 20.0, 1.0, 0.02, 0.5, 1.0, {"tiles": 2e6, "fourier": 2e6}),
 }
-# What normalising and applying takes, in passes for lse: four of them, and one with eight channels.
-_WORK = {"exact": 6.2, "tiles": 6.2, "fourier": 8.5}
+# What a channel adds to a pass, in passes for lse.
+_CHANNEL = {"exact": 0.15, "tiles": 0.15, "fourier": 0.44}
+
+
+class Work(NamedTuple):
+    """What a kernel is for: to normalise an operator, with four passes for lse, and to apply it to eight channels."""
+
+    sums: int = 4
+    channels: int = 8
+
+    def cost(self, method: str) -> float:
+        """In passes for lse by that method."""
+        return self.sums + 1 + self.channels * _CHANNEL[method]
 
 
 @dataclass(frozen=True)
@@ -81,12 +93,13 @@ class Methods:
         method: One of `METHODS` or "auto".
         tol: The largest error of lse that is acceptable.
         backend: Which attention backend; those that "tiles" does not know leave only "exact".
+        work: What it is for.
     """
 
-    def __init__(self, sites: Sites, sigma: Tensor, method: str, tol: float, backend: str) -> None:
+    def __init__(self, sites: Sites, sigma: Tensor, method: str, tol: float, backend: str, work: Work) -> None:
         _checks.one_of("method", method, ("auto", *METHODS))
         self._sites, self._sigma = sites, sigma.detach()
-        self._method, self._tol, self._backend = method, tol, backend
+        self._method, self._tol, self._backend, self._work = method, tol, backend, work
         self._engines: dict[str, Engine | None] = {}
         self._counted: tuple[SortedCloud, SortedCloud] | None = None  # the last whose near tiles were counted
         self._given_up: dict[int, str] = {}  # heads for which fourier has been tried in vain, and why
@@ -189,7 +202,7 @@ class Methods:
             reach = math.sqrt(2 * math.log(1 / min(self._tol, 0.5)))
             volume = math.prod(max(1.0, side / sigma / reach) for side in self._sites.extent.tolist())
             least = 1e-9 * costs.pair * pairs / volume / threads
-            if least > 2 * min(seconds.values()):
+            if self._work.cost("tiles") * least > 2 * min(self._work.cost(name) * t for name, t in seconds.items()):
                 notes["tiles"] = f"at least {_about(least)}: too many pairs in reach"
             else:
                 tile_pairs, near = self._near(sigma)
@@ -197,7 +210,7 @@ class Methods:
                 seconds["tiles"] = 1e-9 * (cost + costs.call["tiles"]) / threads
                 notes["tiles"] = f"{near / pairs:.1e} of all pairs, {_about(seconds['tiles'])}"
         notes |= {name: "; ".join(reason) for name, reason in reasons.items() if reason}
-        best = min(seconds, key=lambda name: _WORK[name] * seconds[name])
+        best = min(seconds, key=lambda name: self._work.cost(name) * seconds[name])
         return Choice(best, {name: notes[name] for name in METHODS}, seconds)
 
     def _least_sum(self, sigma: float) -> float:
