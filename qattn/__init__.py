@@ -1,6 +1,6 @@
 """Diffusion operators by attention: kernels, Sinkhorn-normalised, on the attention kernels that exist."""
 
-from qattn import mass, ragged, sampling, shapes
+from qattn import maps, mass, ragged, sampling, shapes, signatures
 from qattn.attended import Attended, merge
 from qattn.attention import attend, gaussian
 from qattn.axioms import AxiomReport, check_axioms
@@ -45,10 +45,12 @@ __all__ = [
     "eigsh",
     "gaussian",
     "laplacian_eigenvalues",
+    "maps",
     "mass",
     "merge",
     "ragged",
     "sampling",
     "shapes",
+    "signatures",
     "sinkhorn",
 ]

@@ -6,7 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qattn import shapes
+from qattn import diffusion, shapes
+from qattn.spectral import Spectrum
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 
@@ -65,6 +66,17 @@ def dense(query: Tensor, key: Tensor, value: Tensor | None = None, bias: Tensor 
         return None, lse
     weights = torch.exp(scores - torch.where(lse == -torch.inf, 0, lse)[..., None])
     return weights @ value.double(), lse
+
+
+def dense_spectrum(points: Tensor, sigma: float, k: int, tol: float = 1e-8) -> tuple[Tensor, Spectrum]:
+    """The frequencies −(2/σ²) log λ and the k leading eigenpairs of the operator of a cloud, by its dense matrix."""
+    q = diffusion(points, sigma, tol=tol, max_iter=200)
+    root = q.mass.sqrt()
+    symmetric = root[:, None] * q.to_dense() / root  # √m Q /√m
+    values, u = torch.linalg.eigh((symmetric + symmetric.T) / 2)
+    values, vectors = values.flip(0)[:k], u.flip(1)[:, :k] / root[:, None]
+    residuals = (root[:, None] * (q @ vectors - values * vectors)).norm(dim=0)
+    return -2 / sigma**2 * torch.log(values), Spectrum(values, vectors, residuals, q.mass)
 
 
 # From the generator that conftest.py seeds for each test, so that several clouds of a test differ.
