@@ -51,6 +51,7 @@ __all__ = [
     "times",
     "voxels",
     "weights",
+    "whole_part",
 ]
 
 
@@ -392,6 +393,17 @@ def products(given: Any, size: int | None) -> tuple[Callable[[Tensor], Tensor], 
     if ((gram - gram.T).abs() > 1e-4 * (signals[:, :4].norm() * found[:, :4].norm())).any():
         raise ValueError("`similarity` should be symmetric; ⟨u, Kv⟩ and ⟨Ku, v⟩ differ for random signals u and v.")
     return product, like, size
+
+
+def whole_part(t: float, spectrum: Any) -> int:
+    """How often an operator is applied for its power t ≥ 0; a fraction is left to a spectrum."""
+    not_negative("t", t)
+    if int(t) != t and spectrum is None:
+        raise ValueError(
+            f"`t` should be an integer; got {t}. For a fraction of it, give the modes to take it of: "
+            "`q.power(t, signal, spectrum=qattn.eigsh(q, k))`."
+        )
+    return int(t)
 
 
 def not_negative(name: str, number: float) -> float:

@@ -135,10 +135,13 @@ class Diffusion(_Operator):
         """The transpose Qᵀ = diag(m e^r) K diag(e^l); for "sinkhorn", Qᵀg = m Q(g / m)."""
         return _Transpose(self)
 
-    def power(self, t: int, signal: Any) -> Any:
-        """Q^t applied to a signal, for a positive integer t."""
-        with Progress("Diffusion", _checks.integer("t", t, 1)) as progress:
-            for _ in range(t):
+    def power(self, t: float, signal: Any, *, spectrum: Any = None) -> Any:
+        """Q^t applied to a signal, for an integer t ≥ 0; any real t ≥ 0 within the modes of a `qattn.Spectrum`."""
+        whole = _checks.whole_part(t, spectrum)
+        if whole != t:
+            signal = spectrum.power(t - whole, signal)
+        with Progress("Diffusion", whole) as progress:
+            for _ in range(whole):
                 signal = self @ signal
                 progress.advance()
         return signal

@@ -11,6 +11,8 @@ from qattn.maps import fit_functional_map, functional_map, point_map, zoomout
 from qattn.signatures import heat_kernel_signature
 from qattn.spectral import Spectrum
 
+pytestmark = pytest.mark.usefixtures("_one_thread")
+
 
 def creature(n, seed=0):
     return shapes.creature(n, seed)[0].double()

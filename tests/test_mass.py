@@ -9,6 +9,8 @@ from cases import sphere
 
 from qattn import GaussianKernel, GraphKernel, MatrixKernel, VoxelKernel, diffusion, mass, shapes
 
+pytestmark = pytest.mark.usefixtures("_one_thread")
+
 CUBE = torch.cartesian_prod(*3 * [torch.tensor([0.0, 1.0], dtype=torch.float64)])
 CUBE_FACES = torch.tensor(
     [[0, 1, 3], [0, 3, 2], [4, 6, 7], [4, 7, 5], [0, 4, 5], [0, 5, 1], [2, 3, 7], [2, 7, 6], [0, 2, 6], [0, 6, 4],

@@ -15,6 +15,8 @@ from scipy.spatial.transform import Rotation
 
 from qattn import GaussianKernel, MixtureKernel, check_axioms, diffusion, sinkhorn
 
+pytestmark = pytest.mark.usefixtures("_one_thread")
+
 
 def covariances(kind, n, d, size=0.1):
     """Random ones, much longer than wide, float64."""

@@ -17,6 +17,8 @@ from qattn import (
     diffusion,
 )
 
+pytestmark = pytest.mark.usefixtures("_one_thread")
+
 TOL = 1e-9  # of the methods that leave something out
 POINTS = torch.nn.functional.normalize(torch.randn(60, 3, generator=torch.Generator().manual_seed(0)).double(), dim=-1)
 R = (POINTS[:, None] - POINTS).norm(dim=-1) / 0.4

@@ -20,6 +20,8 @@ from qattn import (
 )
 from qattn.kernels.profiles import Matern, RationalQuadratic
 
+pytestmark = pytest.mark.usefixtures("_one_thread")
+
 
 def distances(x, y):
     """By differences: `torch.cdist` takes squares apart, and a point is then 1e-8 away from itself."""

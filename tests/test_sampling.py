@@ -9,6 +9,8 @@ import torch
 from qattn import mass, shapes
 from qattn.sampling import in_volume, on_surface, voxelize_solid, voxelize_surface
 
+pytestmark = pytest.mark.usefixtures("_one_thread")
+
 trimesh = pytest.importorskip("trimesh")
 pytest.importorskip("rtree")
 

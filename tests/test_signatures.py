@@ -10,6 +10,8 @@ from qattn import shapes
 from qattn.signatures import heat_kernel_signature, wave_kernel_signature
 from qattn.spectral import Spectrum
 
+pytestmark = pytest.mark.usefixtures("_one_thread")
+
 
 def circle(n, frequencies):
     """The exact spectrum of n points of the unit circle: 1, √2 cos(lθ), √2 sin(lθ) with the eigenvalues l²."""

@@ -17,16 +17,9 @@ import qattn
 from qattn import GaussianKernel, check_axioms, diffusion, sinkhorn
 from qattn.kernels import blocks
 
+pytestmark = pytest.mark.usefixtures("_one_thread")
+
 VoxelKernel = partial(qattn.VoxelKernel, method="blocks")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Small products by several threads wait for one another where several workers share the cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 EXACT = 1e-13  # a tolerance below which nothing is left to see in float64

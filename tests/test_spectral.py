@@ -1,0 +1,225 @@
+"""Eigenpairs: those of LAPACK, closed forms, and the laws that a spectrum keeps on every modality."""
+
+import warnings
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from cases import ball, sphere
+from scipy.special import ive
+
+from qattn import (
+    GaussianKernel,
+    GraphKernel,
+    MatrixKernel,
+    MixtureKernel,
+    Spectrum,
+    VoxelKernel,
+    diffusion,
+    eigsh,
+    laplacian_eigenvalues,
+    shapes,
+    spectral,
+)
+
+pytestmark = pytest.mark.usefixtures("_one_thread")
+
+
+def dense(q, k):
+    """By LAPACK, for the weight that q is self-adjoint for."""
+    matrix = q.to_dense().double()
+    values = torch.linalg.eigvals(matrix).real.sort(descending=True).values
+    return values[:k]
+
+
+def check(q, spectrum, k, tol=1e-2):
+    """The laws: eigenpairs of q, orthonormal, from the largest down, with residuals that are true."""
+    values, vectors, mass = spectrum.values, spectrum.vectors, spectrum.mass
+    assert (len(spectrum), *vectors.shape) == (k, q.shape[-1], k)
+    torch.testing.assert_close(mass.sum(), torch.ones_like(mass.sum()))
+    gram = vectors.T @ (mass[:, None] * vectors)
+    torch.testing.assert_close(gram, torch.eye(k).to(gram), rtol=0, atol=1e-4)
+    assert (values.diff() <= 1e-6).all()
+    residuals = (mass[:, None] * (q @ vectors - values * vectors) ** 2).sum(0).sqrt()
+    torch.testing.assert_close(residuals, spectrum.residuals, rtol=0.1, atol=2e-6)
+    assert float(residuals.amax()) <= max(tol * (1 - float(values[-1])), 1e-5)
+    assert (vectors.gather(0, vectors.abs().argmax(0, keepdim=True)) > 0).all()
+
+
+OPERATORS = {
+    "gaussian": lambda: diffusion(sphere(900), 0.3, torch.rand(900)),
+    "mixture": lambda: diffusion(MixtureKernel(ball(800), 0.01 * torch.rand(800, 3), 0.3)),
+    "voxels": lambda: diffusion(VoxelKernel(torch.ones(12, 10, 9), 2.0)),
+    "graph": lambda: diffusion(GraphKernel(_grid_graph(30)), max_iter=300),
+    "matrix": lambda: diffusion(MatrixKernel(torch.exp(-_distances(ball(700)) / 0.5))),
+    "row": lambda: diffusion(sphere(900), 0.3, normalization="row"),
+    "symmetric": lambda: diffusion(sphere(900), 0.3, normalization="symmetric"),
+}
+
+
+def _distances(x):
+    return (x[:, None] - x).norm(dim=-1)
+
+
+def _grid_graph(n):
+    index = torch.arange(n * n).reshape(n, n)
+    steps = (index[1:], index[:-1]), (index[:, 1:], index[:, :-1])
+    pairs = torch.cat([torch.stack(ends).flatten(1) for ends in steps], dim=1)
+    return torch.cat([pairs, pairs.flip(0)], dim=1), None
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_eigenpairs_of_every_operator(name):
+    q = OPERATORS[name]()
+    spectrum = eigsh(q, 12, tol=1e-3)
+    check(q, spectrum, 12, 1e-3)
+    torch.testing.assert_close(spectrum.values.double(), dense(q, 12), rtol=0, atol=1e-5)
+
+
+def test_few_points_go_to_lapack():
+    q = diffusion(sphere(60), 0.5, tol=1e-9)
+    for k in (1, 5, 60):
+        spectrum = eigsh(q, k)
+        torch.testing.assert_close(spectrum.values, dense(q, k), rtol=0, atol=1e-10)
+        assert float(spectrum.residuals.amax()) < 1e-12
+    assert len(eigsh(diffusion(torch.zeros(1, 3), 1.0), 1)) == 1
+
+
+def closed_form(k, sigma, radius=0.5):
+    """λ of Q on a sphere, with their multiplicities."""
+    kappa = radius**2 / sigma**2
+    values = [ive(level + 0.5, kappa) / ive(0.5, kappa) for level in range(12) for _ in range(2 * level + 1)]
+    return torch.tensor(values[:k])
+
+
+@pytest.mark.parametrize("n", [3000, 20_000])
+def test_the_sphere(n):
+    """λ_l = I_{l+½}(R²/σ²) / I_½(R²/σ²), 2l + 1 times; coarse to fine for the larger one."""
+    sigma = 0.05
+    q = diffusion(0.5 * sphere(n).float(), sigma)
+    spectrum = eigsh(q, 36)
+    check(q, spectrum, 36)
+    found = laplacian_eigenvalues(spectrum.values, sigma)
+    exact = laplacian_eigenvalues(closed_form(36, sigma), sigma)
+    deviation = ((found - exact) / exact.clamp(min=1)).abs()
+    assert float(deviation.median()) < 400 / n  # sampling
+    levels = [found[level**2 : (level + 1) ** 2] for level in range(6)]
+    for lower, upper in pairwise(levels):
+        assert lower.amax() < upper.amin()  # gaps between the multiplets
+
+
+def test_small_bandwidths_of_large_clouds():
+    """Where eigenvalues crowd below 1, and the subsample needs a wider kernel."""
+    sigma = 0.02
+    points = shapes.creature(12_000)[0]
+    q = diffusion(points, sigma)
+    spectrum = eigsh(q, 10)
+    check(q, spectrum, 10)
+    assert float(spectrum.values[-1]) > 0.97
+    exact = diffusion(points, sigma, method="exact")
+    ritz = spectrum.vectors.T @ (spectrum.mass[:, None] * (exact @ spectrum.vectors))
+    torch.testing.assert_close(ritz.diagonal(), spectrum.values, rtol=0, atol=1e-4)
+
+
+def test_deterministic_and_from_a_start(monkeypatch):
+    q = diffusion(sphere(5000).float(), 0.15)
+    first, second = eigsh(q, 16), eigsh(q, 16)
+    assert torch.equal(first.vectors, second.vectors)
+    passes = []
+    apply = spectral._Symmetric.__matmul__
+    monkeypatch.setattr(spectral._Symmetric, "__matmul__", lambda self, u: passes.append(1) or apply(self, u))
+    again = eigsh(q, 16, init=first)
+    assert len(passes) <= 8  # noise fills up what lacks, the rest is there
+    torch.testing.assert_close(again.values, first.values, rtol=0, atol=1e-4)
+    check(q, eigsh(q, 16, init=first.vectors[:, :4]), 16)
+
+
+def test_points_without_mass_get_their_extension():
+    points, mass = sphere(900), torch.rand(900).double()
+    mass[::9] = 0
+    q = diffusion(points, 0.3, mass, tol=1e-8)
+    spectrum = eigsh(q, 9, tol=1e-4)
+    check(q, spectrum, 9, 1e-3)
+    alone = diffusion(points[mass > 0], 0.3, mass[mass > 0], tol=1e-8)
+    expected = alone.extend(points) @ spectrum.vectors[mass > 0] / spectrum.values
+    torch.testing.assert_close(spectrum.vectors, expected, rtol=0, atol=1e-2)
+
+
+def test_a_disconnected_graph_has_as_many_ones():
+    two = torch.block_diag(torch.ones(400, 400), torch.ones(300, 300)) - torch.eye(700)
+    values = eigsh(diffusion(GraphKernel(two)), 3).values
+    torch.testing.assert_close(values[:2], torch.ones(2), rtol=0, atol=1e-3)
+    assert values[2] < 0.9
+
+
+def test_powers():
+    q = diffusion(sphere(300), 0.5, tol=1e-10)
+    spectrum, signal = eigsh(q, 300), torch.randn(300, 2).double()
+    for t in (1, 3):
+        torch.testing.assert_close(spectrum.power(t, signal), q.power(t, signal), rtol=0, atol=1e-8)
+    half = spectrum.power(0.5, signal)
+    torch.testing.assert_close(spectrum.power(0.5, half), q @ signal, rtol=0, atol=1e-6)
+    torch.testing.assert_close(spectrum.power(0, signal[:, 0]), signal[:, 0], rtol=0, atol=1e-8)
+    torch.testing.assert_close(q.power(2.5, signal, spectrum=spectrum), spectrum.power(2.5, signal), rtol=0, atol=1e-8)
+    with pytest.raises(ValueError, match=r"`t` should be an integer.*eigsh"):
+        q.power(0.5, signal)
+    with pytest.raises(ValueError, match="`t` should be 0 or more"):
+        spectrum.power(-1, signal)
+
+
+def test_laplacian_eigenvalues():
+    found = laplacian_eigenvalues([1.0, np.exp(-0.5)], 0.1)
+    assert isinstance(found, np.ndarray)
+    np.testing.assert_allclose(found, [0, 100])
+    with pytest.warns(UserWarning, match="2 of the 3 eigenvalues of Q are 0 or less"):
+        found = laplacian_eigenvalues(torch.tensor([0.5, 0.0, -0.146]), 1.0)
+    assert found.isinf().tolist() == [False, True, True]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        laplacian_eigenvalues(torch.tensor([0.5]), 1.0)
+
+
+@pytest.mark.parametrize("kind", ["isotropic", "diagonal", "full"])
+def test_the_effective_bandwidth_of_a_mixture(kind):
+    variances = torch.tensor([0.01, 0.03]).double()
+    spread = {
+        "isotropic": variances,
+        "diagonal": variances[:, None].expand(2, 3),
+        "full": variances[:, None, None] * torch.eye(3).double(),
+    }[kind]
+    kernel = MixtureKernel(torch.zeros(2, 3).double(), spread, 0.1, [1.0, 3.0])
+    assert kernel.effective_sigma(3) == pytest.approx((0.01 + 2 * 0.025) ** 0.5)
+    assert kernel.effective_sigma(2) == pytest.approx((0.01 + 3 * 0.025) ** 0.5)
+
+
+def test_wrong_input():
+    q = diffusion(sphere(50), [0.1, 0.2])
+    with pytest.raises(ValueError, match=r"takes one cloud with one bandwidth; this operator has shape \(2, 50, 50\)"):
+        eigsh(q, 2)
+    q = diffusion(sphere(700), 0.3)
+    for k, message in (
+        (0, "`k` should be an integer of at least 1"),
+        (701, "`k` should be at most the number of points"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            eigsh(q, k)
+    with pytest.raises(ValueError, match=r"`init` should be a spectrum or vectors of shape \(700, n\)"):
+        eigsh(q, 3, init=torch.zeros(5, 3))
+    with pytest.raises(ValueError, match="`tol` should be positive"):
+        eigsh(q, 3, tol=0)
+
+
+def test_a_missed_tolerance_is_warned_of():
+    q = diffusion(sphere(2000).float(), 0.1)
+    with pytest.warns(UserWarning, match="eigsh stopped after"):
+        spectrum = eigsh(q, 30, tol=1e-4, max_iter=8)
+    assert isinstance(spectrum, Spectrum)
+    assert float(spectrum.residuals.amax()) > 1e-5
+
+
+def test_many_columns_are_worth_another_method():
+    kernel = GaussianKernel(sphere(30_000).float(), 0.15)
+    assert kernel.method == "fourier"
+    assert kernel.for_channels(100).method == "tiles"
+    assert diffusion(kernel).for_channels(100).kernel.method == "tiles"
