@@ -33,6 +33,7 @@ bench: install
 	$(BIN)/python benchmarks/methods.py
 	$(BIN)/python benchmarks/million.py
 	$(BIN)/python benchmarks/modalities.py
+	$(BIN)/python benchmarks/spectra.py
 
 # The real flash-attn package, its kernel interpreted on a CPU, in an environment of its own.
 conformance:
