@@ -29,7 +29,7 @@ _FEW = 600  # points of which all eigenpairs are computed
 _COARSER = 8  # times fewer points on the next level
 _LEAST = 4000  # points that are not worth a coarser level
 _NEIGHBOURS = 12.0  # Σ_j K_ij that a subsample should have at least
-_LEAST_DEGREE, _MOST_DEGREE = 6, 24  # of the filters
+_LEAST_DEGREE, _MOST_DEGREE = 6, 192  # of the filters
 _ROUNDING = 30.0  # residuals, in units of rounding, below which nothing is gained
 
 
@@ -150,7 +150,7 @@ def _filtered(s: _Symmetric, block: Tensor, applied: Tensor, low: float, cut: fl
 @eager
 @torch.no_grad()
 def eigsh(
-    q: Diffusion, k: int, *, tol: float = 1e-2, max_iter: int = 300, init: Spectrum | Tensor | None = None
+    q: Diffusion, k: int, *, tol: float = 1e-2, max_iter: int = 500, init: Spectrum | Tensor | None = None
 ) -> Spectrum:
     r"""The k leading eigenpairs of a diffusion operator, by block passes of its kernel.
 
@@ -241,22 +241,38 @@ def _leading(s: _Symmetric, k: int, size: int, tol: float, max_iter: int, block:
     values, u, applied = _ritz(s, block)
     degree, before, failures = _LEAST_DEGREE, math.inf, 0
     while True:
-        residuals = (applied - values * u).norm(dim=0)[:k]
-        worst, gap = float(residuals.amax()), 1 - float(values[k - 1])
+        residuals = (applied - values * u).norm(dim=0)
+        worst, gap = float(residuals[:k].amax()), 1 - float(values[k - 1])
         goal = max(tol * gap, _ROUNDING * torch.finfo(u.dtype).eps)
         if worst <= goal:
             break
+        failures = failures + 1 if worst > 0.8 * before and degree == _MOST_DEGREE else 0
         if worst > 0.3 * before:  # slow: a longer filter, which costs fewer Rayleigh–Ritz steps
             degree = min(_MOST_DEGREE, 2 * degree)
-        failures = failures + 1 if worst > 0.8 * before else 0
-        if failures == 3 or s.passes + degree > max_iter:
+        low, cut = _damped(values, residuals)
+        length = min(degree, _most_degree(values, k, low, cut))
+        if failures == 3 or s.passes + length > max_iter:
             warnings.warn(
                 f"eigsh stopped after {s.passes} passes with residuals of up to {worst:.1e}, above {goal:.1e}. Raise "
-                "`tol` or `max_iter`; or make the operator with a smaller `tol`, or in float64.",
-                stacklevel=4,  # past `eager` and `no_grad`
+                "`tol` or `max_iter`; or take a larger `sigma`, a smaller `tol` of the operator, or float64.",
+                stacklevel=5,  # past `eager` and `no_grad`
             )
             break
         before = worst
-        low, cut = min(0.0, float(values[-1])), float(values[-1])
-        values, u, applied = _ritz(s, _filtered(s, u, applied, low, cut, degree))
+        values, u, applied = _ritz(s, _filtered(s, u, applied, low, cut, length))
     return _spectrum(s, values[:k], u[:, :k], applied[:, :k])
+
+
+def _damped(values: Tensor, residuals: Tensor) -> tuple[float, float]:
+    """The interval to damp: what is below the last Ritz value, by as much as that one may be wrong."""
+    last = float(values[-1])
+    low = min(0.0, last)
+    return low, max(last - float(residuals[-1]), low + 0.01)
+
+
+def _most_degree(values: Tensor, k: int, low: float, cut: float) -> int:
+    """The longest filter that leaves the least of the wanted vectors visible beside the first, to rounding."""
+    first, last = (max(1.0, (2 * float(values[n]) - cut - low) / (cut - low)) for n in (0, k - 1))
+    spread = math.acosh(first) - math.acosh(last)
+    visible = -0.5 * math.log(torch.finfo(values.dtype).eps)
+    return max(1, min(_MOST_DEGREE, int(visible / max(spread, 1e-9))))

@@ -102,8 +102,8 @@ KERNEL = GaussianKernel(POINTS, 1.0)
         (lambda: diffusion(POINTS, 1.0) @ 3.0, r"`signal` should have shape .*got \(\)"),
         (lambda: diffusion(POINTS, 1.0) @ torch.ones(10, device="meta"), "`signal` should be on cpu"),
         (lambda: diffusion(POINTS, 1.0, signal=torch.ones(4)), "`signal` should have shape"),
-        (lambda: diffusion(POINTS, 1.0).power(0, POINTS), "`t` should be an integer of at least 1; got 0"),
-        (lambda: diffusion(POINTS, 1.0).power(1.5, POINTS), "`t` should be an integer of at least 1; got 1.5"),
+        (lambda: diffusion(POINTS, 1.0).power(-1, POINTS), "`t` should be 0 or more, and finite; got -1"),
+        (lambda: diffusion(POINTS, 1.0).power(1.5, POINTS), r"`t` should be an integer; got 1.5.*qattn.eigsh\(q, k\)"),
         (
             lambda: diffusion(POINTS, 1.0).extend(torch.ones(4, 2)),
             "`points` should have 3 coordinates, as the kernel's own",

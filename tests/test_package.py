@@ -19,7 +19,7 @@ ROOT = Path(qattn.__file__).parent
 LAYERS = [
     "_eager", "_compiled", "_progress", "_kd", "tiling", "attended", "lift", "_checks", "_scipy", "attention",
     "kernels", "solver", "operators", "spectral", "signatures", "maps", "axioms", "mass", "ragged", "shapes",
-    "sampling", "doctor", "cli", "__main__",
+    "sampling", "sklearn", "doctor", "cli", "__main__",
 ]  # fmt: skip
 
 
@@ -87,6 +87,7 @@ def test_import_brings_nothing_heavy():
         "xformers",
         "trimesh",
         "rtree",
+        "sklearn",
     }
     loaded = run(
         "import sys, torch; before = set(sys.modules); import qattn; print(*(set(sys.modules) - before))"
@@ -98,7 +99,7 @@ def test_works_without_any_optional_library():
     script = (
         "import sys\n"
         "for name in ('typer', 'rich', 'matplotlib', 'flash_attn', 'flash_attn_interface', 'xformers', 'mslk',\n"
-        "             'trimesh', 'rtree'):\n"
+        "             'trimesh', 'rtree', 'sklearn'):\n"
         "    sys.modules[name] = None\n"
         "import torch, qattn\n"
         "x = torch.randn(10, 3)\n"
@@ -107,10 +108,15 @@ def test_works_without_any_optional_library():
         "    from qattn.__main__ import main; main()\n"
         "except SystemExit as stop:\n"
         "    print(stop)\n"
+        "try:\n"
+        "    import qattn.sklearn\n"
+        "except ModuleNotFoundError as error:\n"
+        "    print(error)\n"
     )
     assert run(script).splitlines() == [
         "torch.Size([10, 3])",
         "The qattn command needs typer. Install it with `pip install 'qattn-diffusion[cli]'`.",
+        "qattn.sklearn needs scikit-learn. Install it with `pip install 'qattn-diffusion[sklearn]'`.",
     ]
 
 
