@@ -180,11 +180,24 @@ def eigsh(
     if _checks.integer("k", k, 1) > N:
         raise ValueError(f"`k` should be at most the number of points, {N}; got {k}.")
     with Progress("Eigenpairs") as progress:
-        size = min(N, k + max(8, k // 2))  # more columns widen the gap to what is damped
-        s = _Symmetric(q.for_channels(size), progress)
-        if max(_FEW, 3 * size) >= N:
-            return _all(s, k)
-        return _leading(s, k, size, tol, max_iter, _start(q, s, size, init, progress))
+        spectrum, complaint = _solved(q, k, tol, max_iter, init, progress)
+    if complaint:
+        warnings.warn(complaint, stacklevel=4)  # past `eager` and `no_grad`
+    return spectrum
+
+
+def _solved(
+    q: Diffusion, k: int, tol: float, max_iter: int, init: Spectrum | Tensor | None, progress: Progress
+) -> tuple[Spectrum, str | None]:
+    """A spectrum, and what is to be said if it is not as exact as was asked for."""
+    N = q.shape[-1]
+    size = min(N, k + max(8, k // 2))  # more columns widen the gap to what is damped
+    s = _Symmetric(q.for_channels(size), progress)
+    if max(_FEW, 3 * size) >= N:
+        return _all(s, k), None
+    # Eigenvalues are no more exact than the normalisation, nor than rounding.
+    floor = max(0.01 * float(q._error), _ROUNDING * torch.finfo(s.mass.dtype).eps)
+    return _leading(s, k, tol, floor, max_iter, _start(q, s, size, init, progress))
 
 
 def _all(s: _Symmetric, k: int) -> Spectrum:
@@ -207,7 +220,7 @@ def _start(q: Diffusion, s: _Symmetric, size: int, init: Spectrum | Tensor | Non
     N, like = q.shape[-1], s.mass
     given = init.vectors if isinstance(init, Spectrum) else init
     if given is None:
-        given = _coarse(q, size)
+        given = _coarse(q, size, progress)
     noise = torch.randn(N, size, generator=torch.Generator().manual_seed(0)).to(like)
     if given is None:
         return noise
@@ -217,7 +230,7 @@ def _start(q: Diffusion, s: _Symmetric, size: int, init: Spectrum | Tensor | Non
     return torch.cat([u[:, :size], noise[:, : max(0, size - u.shape[1])]], dim=1)
 
 
-def _coarse(q: Diffusion, size: int) -> Tensor | None:
+def _coarse(q: Diffusion, size: int, progress: Progress) -> Tensor | None:
     """The modes of a subsample, at all points; None for kernels of other things than points, or of few of them."""
     kernel, N = q.kernel, q.shape[-1]
     if not isinstance(kernel, GaussianKernel) or max(_LEAST, 4 * _COARSER * size) > N:
@@ -233,17 +246,20 @@ def _coarse(q: Diffusion, size: int) -> Tensor | None:
     neighbours = float(torch.exp(kernel.at(points[some]).attend(zero).lse).median()) / _COARSER
     sigma = float(kernel.sigma) * max(1.0, math.sqrt(_NEIGHBOURS / neighbours))
     small = diffusion(points[sample], sigma, mass[sample])
-    spectrum = eigsh(small, size, tol=0.1)
+    spectrum, _ = _solved(small, size, 0.1, 100, None, progress)
     return small.extend(points) @ spectrum.vectors
 
 
-def _leading(s: _Symmetric, k: int, size: int, tol: float, max_iter: int, block: Tensor) -> Spectrum:
+def _leading(
+    s: _Symmetric, k: int, tol: float, floor: float, max_iter: int, block: Tensor
+) -> tuple[Spectrum, str | None]:
+    """From a block to start with, until all residuals are below `tol` (1 − λ_k), or below the floor."""
     values, u, applied = _ritz(s, block)
-    degree, before, failures = _LEAST_DEGREE, math.inf, 0
+    degree, before, failures, complaint = _LEAST_DEGREE, math.inf, 0, None
     while True:
         residuals = (applied - values * u).norm(dim=0)
         worst, gap = float(residuals[:k].amax()), 1 - float(values[k - 1])
-        goal = max(tol * gap, _ROUNDING * torch.finfo(u.dtype).eps)
+        goal = max(tol * gap, floor)
         if worst <= goal:
             break
         failures = failures + 1 if worst > 0.8 * before and degree == _MOST_DEGREE else 0
@@ -252,15 +268,14 @@ def _leading(s: _Symmetric, k: int, size: int, tol: float, max_iter: int, block:
         low, cut = _damped(values, residuals)
         length = min(degree, _most_degree(values, k, low, cut))
         if failures == 3 or s.passes + length > max_iter:
-            warnings.warn(
+            complaint = (
                 f"eigsh stopped after {s.passes} passes with residuals of up to {worst:.1e}, above {goal:.1e}. Raise "
-                "`tol` or `max_iter`; or take a larger `sigma`, a smaller `tol` of the operator, or float64.",
-                stacklevel=5,  # past `eager` and `no_grad`
+                "`tol` or `max_iter`; or take a larger `sigma`, a smaller `tol` of the operator, or float64."
             )
             break
         before = worst
         values, u, applied = _ritz(s, _filtered(s, u, applied, low, cut, length))
-    return _spectrum(s, values[:k], u[:, :k], applied[:, :k])
+    return _spectrum(s, values[:k], u[:, :k], applied[:, :k]), complaint
 
 
 def _damped(values: Tensor, residuals: Tensor) -> tuple[float, float]:
