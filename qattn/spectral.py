@@ -29,7 +29,7 @@ _FEW = 600  # points of which all eigenpairs are computed
 _COARSER = 8  # times fewer points on the next level
 _LEAST = 4000  # points that are not worth a coarser level
 _NEIGHBOURS = 12.0  # Σ_j K_ij that a subsample should have at least
-_LEAST_DEGREE, _MOST_DEGREE = 6, 192  # of the filters
+_LONG, _MOST_DEGREE = 48, 192  # degrees of the filters: of the first at most, and of any
 _ROUNDING = 30.0  # residuals, in units of rounding, below which nothing is gained
 
 
@@ -155,10 +155,11 @@ def eigsh(
     r"""The k leading eigenpairs of a diffusion operator, by block passes of its kernel.
 
     Args:
-        q: The operator of one cloud, mixture, grid or graph, with one bandwidth; any normalisation.
+        q: The operator of one cloud, mixture, grid or graph, with one bandwidth; any normalisation. Made with a `tol`
+            of 1e-5 rather than 1e-3, its smallest frequencies are right too.
         k: How many.
-        tol: Residuals ‖Qφ − λφ‖ that are acceptable, relative to the smallest 1 − λ that is wanted: eigenvalues of the
-            Laplacian are then right to about tol², and isolated eigenvectors to about k tol.
+        tol: Residuals ‖Qφ − λφ‖ that are acceptable, relative to 1 − λ or λ of the last, whichever is less: eigenvalues
+            of the Laplacian are then right to about tol², and isolated eigenvectors to about k tol.
         max_iter: The most passes of the kernel, each with some more than k columns. Missing `tol` by then, or by
             rounding, is warned of and shows in the residuals.
         init: A spectrum or vectors (N, n) to start from, as of a similar cloud.
@@ -253,28 +254,28 @@ def _coarse(q: Diffusion, size: int, progress: Progress) -> Tensor | None:
 def _leading(
     s: _Symmetric, k: int, tol: float, floor: float, max_iter: int, block: Tensor
 ) -> tuple[Spectrum, str | None]:
-    """From a block to start with, until all residuals are below `tol` (1 − λ_k), or below the floor."""
+    """From a block to start with, until all residuals are within `tol`, or below the floor."""
     values, u, applied = _ritz(s, block)
-    degree, before, failures, complaint = _LEAST_DEGREE, math.inf, 0, None
+    longest, before, failures, complaint = _LONG, math.inf, 0, None
     while True:
         residuals = (applied - values * u).norm(dim=0)
-        worst, gap = float(residuals[:k].amax()), 1 - float(values[k - 1])
-        goal = max(tol * gap, floor)
+        worst, last = float(residuals[:k].amax()), float(values[k - 1])
+        goal = max(tol * min(last, 1 - last), floor)
         if worst <= goal:
             break
-        failures = failures + 1 if worst > 0.8 * before and degree == _MOST_DEGREE else 0
-        if worst > 0.3 * before:  # slow: a longer filter, which costs fewer Rayleigh–Ritz steps
-            degree = min(_MOST_DEGREE, 2 * degree)
+        failures = failures + 1 if worst > 0.8 * before and longest == _MOST_DEGREE else 0
+        if worst > 0.3 * before:  # slow: longer filters, which cost fewer Rayleigh–Ritz steps
+            longest = min(_MOST_DEGREE, 2 * longest)
         low, cut = _damped(values, residuals)
-        length = min(degree, _most_degree(values, k, low, cut))
-        if failures == 3 or s.passes + length > max_iter:
+        degree = min(longest, _degree(values, k, low, cut, 2 * worst / goal))
+        if failures == 3 or s.passes + degree > max_iter:
             complaint = (
                 f"eigsh stopped after {s.passes} passes with residuals of up to {worst:.1e}, above {goal:.1e}. Raise "
                 "`tol` or `max_iter`; or take a larger `sigma`, a smaller `tol` of the operator, or float64."
             )
             break
         before = worst
-        values, u, applied = _ritz(s, _filtered(s, u, applied, low, cut, length))
+        values, u, applied = _ritz(s, _filtered(s, u, applied, low, cut, degree))
     return _spectrum(s, values[:k], u[:, :k], applied[:, :k]), complaint
 
 
@@ -285,9 +286,12 @@ def _damped(values: Tensor, residuals: Tensor) -> tuple[float, float]:
     return low, max(last - float(residuals[-1]), low + 0.01)
 
 
-def _most_degree(values: Tensor, k: int, low: float, cut: float) -> int:
-    """The longest filter that leaves the least of the wanted vectors visible beside the first, to rounding."""
-    first, last = (max(1.0, (2 * float(values[n]) - cut - low) / (cut - low)) for n in (0, k - 1))
-    spread = math.acosh(first) - math.acosh(last)
-    visible = -0.5 * math.log(torch.finfo(values.dtype).eps)
-    return max(1, min(_MOST_DEGREE, int(visible / max(spread, 1e-9))))
+def _degree(values: Tensor, k: int, low: float, cut: float, gain: float) -> int:
+    """That of the filter which raises the last wanted vector by `gain` over all that is damped.
+
+    None that raises the first of them so much more that the last would be lost beside it, to rounding.
+    """
+    first, last = (math.acosh(max(1.0, (2 * float(values[n]) - cut - low) / (cut - low))) for n in (0, k - 1))
+    wanted = math.log(2 * gain) / max(last, 1e-9)  # cosh(n x) ≈ ½ e^{n x}
+    visible = -0.5 * math.log(torch.finfo(values.dtype).eps) / max(first - last, 1e-9)
+    return max(1, int(min(math.ceil(max(2.0, wanted)), visible, _MOST_DEGREE)))
