@@ -60,9 +60,20 @@ class Spectrum:
     def power(self, t: float, signal: Tensor) -> Tensor:
         """Φ Λ^t Φᵀ diag(m) f for any real t ≥ 0: Q^t of what the modes span; the rest is dropped."""
         _checks.not_negative("t", t)
+        return self._applied(self.values.clamp(min=0) ** t, signal)
+
+    def minus_log(self, signal: Tensor) -> Tensor:
+        """−log Q of what the modes span: Φ (−log Λ) Φᵀ diag(m) f, about σ²/2 times the Laplacian of f."""
+        if not (self.values > 0).all():
+            raise ValueError(
+                f"{int((self.values <= 0).sum())} of the {len(self)} eigenvalues are 0 or less, and have no logarithm. "
+                "Take fewer, or a smaller bandwidth."
+            )
+        return self._applied(-torch.log(self.values), signal)
+
+    def _applied(self, factors: Tensor, signal: Tensor) -> Tensor:
         coefficients = self.project(signal)
-        damped = self.values.clamp(min=0) ** t
-        return self.vectors @ (damped * coefficients if signal.ndim == 1 else damped[:, None] * coefficients)
+        return self.vectors @ (factors * coefficients if signal.ndim == 1 else factors[:, None] * coefficients)
 
 
 def laplacian_eigenvalues(values: Any, sigma: float) -> Any:
@@ -283,7 +294,7 @@ def _damped(values: Tensor, residuals: Tensor) -> tuple[float, float]:
     """The interval to damp: what is below the last Ritz value, by as much as that one may be wrong."""
     last = float(values[-1])
     low = min(0.0, last)
-    return low, max(last - float(residuals[-1]), low + 0.01)
+    return low, max(last - float(residuals[-1]), low + 1e-6)
 
 
 def _degree(values: Tensor, k: int, low: float, cut: float, gain: float) -> int:

@@ -122,6 +122,17 @@ def test_small_bandwidths_of_large_clouds():
     torch.testing.assert_close(ritz.diagonal(), spectrum.values, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize(("sigma", "k"), [(0.2, 40), (0.3, 40), (0.5, 9), (1.0, 4)])
+def test_wide_kernels(sigma, k):
+    """Eigenvalues that fall to nothing: a filter may not hide the last of them beside the first."""
+    q = diffusion(shapes.creature(2000)[0], sigma, tol=1e-6)
+    spectrum = eigsh(q, k)
+    matrix = q.to_dense().double()  # of equal masses, and so symmetric
+    exact = torch.linalg.eigvalsh((matrix + matrix.T) / 2).flip(0)[:k]
+    torch.testing.assert_close(spectrum.values.double(), exact, rtol=2e-3, atol=1e-6)
+    assert float(spectrum.residuals.amax()) <= 1e-2 * float(exact[-1].clamp(max=1 - exact[-1]))
+
+
 def test_deterministic_and_from_a_start(monkeypatch):
     q = diffusion(sphere(5000).float(), 0.15)
     first, second = eigsh(q, 16), eigsh(q, 16)
@@ -166,6 +177,21 @@ def test_powers():
         q.power(0.5, signal)
     with pytest.raises(ValueError, match="`t` should be 0 or more"):
         spectrum.power(-1, signal)
+
+
+def test_minus_log():
+    """On the sphere, linear functions are of eigenvalue 2."""
+    points = sphere(3000)
+    spectrum = eigsh(diffusion(points, 0.2, tol=1e-7), 16, tol=1e-4)
+    laplacian = 2 / 0.2**2 * spectrum.minus_log(points)
+    torch.testing.assert_close(
+        (laplacian * points).mean() / (points**2).mean(), torch.tensor(2.0).double(), rtol=0.05, atol=0
+    )
+    slope = (spectrum.power(1 + 1e-4, points[:, 0]) - spectrum.power(1 - 1e-4, points[:, 0])) / 2e-4
+    torch.testing.assert_close(-slope, spectrum.minus_log(spectrum.power(1, points[:, 0])), rtol=0, atol=1e-7)
+    wide = Spectrum(torch.tensor([1.0, -0.1]), torch.ones(2, 2), torch.zeros(2), torch.ones(2) / 2)
+    with pytest.raises(ValueError, match="1 of the 2 eigenvalues are 0 or less"):
+        wide.minus_log(torch.ones(2))
 
 
 def test_laplacian_eigenvalues():
