@@ -207,8 +207,10 @@ def _solved(
     s = _Symmetric(q.for_channels(size), progress)
     if max(_FEW, 3 * size) >= N:
         return _all(s, k), None
-    # Eigenvalues are no more exact than the normalisation, nor than rounding.
-    floor = max(0.01 * float(q._error), _ROUNDING * torch.finfo(s.mass.dtype).eps)
+    # Eigenvalues are no more exact than the solver was, nor than rounding.
+    floor = _ROUNDING * torch.finfo(s.mass.dtype).eps
+    if q.normalization == "sinkhorn":
+        floor = max(floor, 0.01 * float(q._error))
     return _leading(s, k, tol, floor, max_iter, _start(q, s, size, init, progress))
 
 

@@ -103,6 +103,16 @@ def test_batches_and_heads():
     assert (q @ torch.ones(70, 1).double()).shape == (2, 2, 70, 1)
 
 
+def test_the_score_by_compiled_flex():
+    means, spread = ball(150).float(), covariances("full", 150, 3).float()
+    bias, value = torch.randn(150), torch.randn(150, 2)
+    flex, reference = (
+        MixtureKernel(means, spread, 0.3, method="exact", backend=backend).attend(bias, value)
+        for backend in ("flex", "reference")
+    )
+    torch.testing.assert_close(tuple(flex), tuple(reference), rtol=0, atol=1e-4)
+
+
 def test_without_covariances_it_is_the_gaussian_kernel():
     points, bias = ball(200), torch.randn(200).double()
     for spread in (torch.zeros(200), torch.zeros(200, 3), torch.zeros(200, 3, 3)):

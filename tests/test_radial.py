@@ -170,6 +170,15 @@ def test_gradients(kind, method):
     assert torch.autograd.gradcheck(potential, (points, sigma), rtol=1e-3, atol=1e-5)
 
 
+def test_the_score_by_compiled_flex():
+    points, bias, value = ball(150).float(), torch.randn(150), torch.randn(150, 2)
+    flex, reference = (
+        MaternKernel(points, 0.5, 1.5, method="exact", backend=backend).attend(bias, value)
+        for backend in ("flex", "reference")
+    )
+    torch.testing.assert_close(tuple(flex), tuple(reference), rtol=0, atol=1e-5)
+
+
 def test_duplicated_points_have_finite_gradients():
     points = torch.zeros(3, 2).requires_grad_()
     ExponentialKernel(points, 1.0).attend(torch.zeros(3)).lse.sum().backward()

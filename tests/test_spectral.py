@@ -77,6 +77,18 @@ def test_eigenpairs_of_every_operator(name):
     torch.testing.assert_close(spectrum.values.double(), dense(q, 12), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("normalization", ["symmetric", "none"])
+def test_operators_that_do_not_keep_constants_are_solved_as_exactly(normalization):
+    """Their |Q1 − 1| is no error of a solver, and no excuse for one."""
+    points = torch.cat([sphere(700), 0.3 * sphere(300) + 1])
+    q = diffusion(points, 0.3, normalization=normalization)
+    spectrum = eigsh(q, 8, tol=1e-4)
+    last = float(spectrum.values[-1])
+    assert float(q.marginal_error) > 0.01
+    assert float(spectrum.residuals.amax()) <= 1e-4 * min(last, 1 - last)
+    torch.testing.assert_close(spectrum.values, dense(q, 8), rtol=0, atol=1e-7)
+
+
 def test_few_points_go_to_lapack():
     q = diffusion(sphere(60), 0.5, tol=1e-9)
     for k in (1, 5, 60):

@@ -17,7 +17,7 @@ from numba import njit
 
 from qattn import tiling
 from qattn._compiled import compiled
-from qattn.attention import _near, _simd
+from qattn.attention import _near, _simd, native
 from qattn.attention._near import box_gap, box_span
 from qattn.attention._simd import (
     ROWS,
@@ -253,7 +253,9 @@ def _largest(query, i, keys, beta, tiles, lane):
 
 
 # Stale files of the cache on disk are found by the date of this one alone: the checksum is of what else is compiled in.
-_FINGERPRINT = zlib.crc32(b"".join(Path(str(module.__file__)).read_bytes() for module in (_near, _simd, tiling)))
+_FINGERPRINT = zlib.crc32(
+    b"".join(Path(str(module.__file__)).read_bytes() for module in (_near, _simd, native, tiling))
+)
 
 
 def _attend_gaussians(fingerprint):
@@ -328,12 +330,18 @@ def _add_gradients_of_tiles(fingerprint):
 add_gradients = _add_gradients_of_tiles(_FINGERPRINT)
 
 
-@compiled
-def list_near_gaussians(cutoff, counts, lists):
-    """Writes how many key tiles matter to each query tile, and as many of them as fit a row of `lists`."""
-    size = cutoff.starts[1] * len(cutoff.tops)
-    found, most = np.empty(size, np.int64), np.empty(size, cutoff.tops.dtype)
-    for tile in range(len(counts)):
-        counts[tile], _ = _near_tiles(tile, cutoff, found, most)
-        for n in range(min(counts[tile], lists.shape[1])):
-            lists[tile, n] = found[n]
+def _list_near_gaussians(fingerprint):
+    def list_near_gaussians(cutoff, counts, lists):
+        """Writes how many key tiles matter to each query tile, and as many of them as fit a row of `lists`."""
+        fingerprint  # noqa: B018
+        size = cutoff.starts[1] * len(cutoff.tops)
+        found, most = np.empty(size, np.int64), np.empty(size, cutoff.tops.dtype)
+        for tile in range(len(counts)):
+            counts[tile], _ = _near_tiles(tile, cutoff, found, most)
+            for n in range(min(counts[tile], lists.shape[1])):
+                lists[tile, n] = found[n]
+
+    return compiled(list_near_gaussians)
+
+
+list_near_gaussians = _list_near_gaussians(_FINGERPRINT)
