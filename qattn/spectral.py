@@ -4,8 +4,9 @@ Q is self-adjoint for its masses, and its leading eigenvalues crowd below 1, whe
 found by a block method: all columns go through one pass of the kernel, whose exponentials are paid once for all of
 them. Chebyshev polynomials of Q damp what is below the wanted eigenvalues, and a Rayleigh–Ritz step sorts out the rest.
 
-Large clouds start from small ones: the operator of a subsample, with a bandwidth that it can resolve, has nearly the
-same modes (Theorem 4.5 of the paper), and they extend to all points by one application.
+Large clouds start from small ones: the operator of centres of neighbouring points, with their masses and a bandwidth
+that they can resolve, has nearly the same modes (Theorem 4.5 of the paper), and they extend to all points by one
+application. What they lack is rough, and short filters remove it.
 """
 
 import math
@@ -22,14 +23,15 @@ from qattn._progress import Progress
 from qattn.kernels import GaussianKernel
 from qattn.operators import Diffusion, diffusion
 from qattn.solver import log_of_mass
+from qattn.tiling import kd_order
 
 __all__ = ["Spectrum", "eigsh", "laplacian_eigenvalues"]
 
 _FEW = 600  # points of which all eigenpairs are computed
 _COARSER = 8  # times fewer points on the next level
 _LEAST = 4000  # points that are not worth a coarser level
-_NEIGHBOURS = 12.0  # Σ_j K_ij that a subsample should have at least
-_LONG, _MOST_DEGREE = 48, 192  # degrees of the filters: of the first at most, and of any
+_NEIGHBOURS = 8.0  # Σ_j K_ij that a coarser level should have at least
+_SHORT, _LONG, _MOST_DEGREE = 12, 48, 192  # most degrees of filters: the first after a good start, or noise; and any
 _ROUNDING = 30.0  # residuals, in units of rounding, below which nothing is gained
 
 
@@ -211,7 +213,7 @@ def _solved(
     floor = _ROUNDING * torch.finfo(s.mass.dtype).eps
     if q.normalization == "sinkhorn":
         floor = max(floor, 0.01 * float(q._error))
-    return _leading(s, k, tol, floor, max_iter, _start(q, s, size, init, progress))
+    return _leading(s, k, tol, floor, max_iter, *_start(q, s, size, init, progress))
 
 
 def _all(s: _Symmetric, k: int) -> Spectrum:
@@ -229,47 +231,63 @@ def _spectrum(s: _Symmetric, values: Tensor, u: Tensor, applied: Tensor) -> Spec
     return Spectrum(values, sign * vectors, (applied - values * u).norm(dim=0), s.mass)
 
 
-def _start(q: Diffusion, s: _Symmetric, size: int, init: Spectrum | Tensor | None, progress: Progress) -> Tensor:
-    """A block (N, size) to start from: what is given, or the modes of a subsample, and noise for what lacks."""
+def _start(
+    q: Diffusion, s: _Symmetric, size: int, init: Spectrum | Tensor | None, progress: Progress
+) -> tuple[Tensor, int]:
+    """A block (N, size) to start from, and the degree of the first filter.
+
+    The block is what is given, or the modes of a coarser level, and noise for what lacks.
+    """
     N, like = q.shape[-1], s.mass
     given = init.vectors if isinstance(init, Spectrum) else init
     if given is None:
         given = _coarse(q, size, progress)
     noise = torch.randn(N, size, generator=torch.Generator().manual_seed(0)).to(like)
     if given is None:
-        return noise
+        return noise, _LONG
     if given.ndim != 2 or len(given) != N:
         raise ValueError(f"`init` should be a spectrum or vectors of shape ({N}, n); got {tuple(given.shape)}.")
     u = s.from_vectors(given.to(like))
-    return torch.cat([u[:, :size], noise[:, : max(0, size - u.shape[1])]], dim=1)
+    return torch.cat([u[:, :size], noise[:, : max(0, size - u.shape[1])]], dim=1), _SHORT
 
 
 def _coarse(q: Diffusion, size: int, progress: Progress) -> Tensor | None:
-    """The modes of a subsample, at all points; None for kernels of other things than points, or of few of them."""
+    """The modes of a coarser level, at all points; None for kernels of other things than points, or of few of them."""
     kernel, N = q.kernel, q.shape[-1]
     if not isinstance(kernel, GaussianKernel) or max(_LEAST, 4 * _COARSER * size) > N:
         return None
-    mass = q._mass.detach().expand(N)
-    present = (mass > 0).nonzero()[:, 0].cpu()
-    sample = present[torch.randperm(len(present), generator=torch.Generator().manual_seed(0))[: N // _COARSER]]
-    sample = sample.sort().values.to(mass.device)
-    points = kernel.points.detach()
-    # Points of a surface that are fewer see fewer neighbours, by as much: the bandwidth makes up for it.
-    some = sample[:: max(1, len(sample) // 256)]
+    points, mass = kernel.points.detach(), q._mass.detach().expand(N)
+    centres, masses = _centres(points, mass)
+    # Centres see fewer neighbours than points, by as much as they are fewer: the bandwidth makes up for it.
     zero = torch.zeros(N, dtype=kernel.dtype, device=mass.device)
-    neighbours = float(torch.exp(kernel.at(points[some]).attend(zero).lse).median()) / _COARSER
+    some = kernel.at(centres[:: max(1, len(centres) // 256)])
+    neighbours = float(torch.exp(some.attend(zero).lse).median()) / _COARSER
     sigma = float(kernel.sigma) * max(1.0, math.sqrt(_NEIGHBOURS / neighbours))
-    small = diffusion(points[sample], sigma, mass[sample])
+    small = diffusion(centres, sigma, masses)
     spectrum, _ = _solved(small, size, 0.1, 100, None, progress)
     return small.extend(points) @ spectrum.vectors
 
 
+def _centres(points: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
+    """Centres of mass of `_COARSER` neighbouring points each, and their masses.
+
+    A random sample would have a density of its own, and modes that differ from those of the points all over; these
+    have the density of the points, and modes that differ in detail only.
+    """
+    present = (mass > 0).nonzero()[:, 0]
+    order = present[kd_order(points[present].cpu()[None])[0].to(present.device)]
+    groups = order[: len(order) // _COARSER * _COARSER].reshape(-1, _COARSER)
+    masses = mass[groups]
+    total = masses.sum(1)
+    return (masses[..., None] * points[groups]).sum(1) / total[:, None], total
+
+
 def _leading(
-    s: _Symmetric, k: int, tol: float, floor: float, max_iter: int, block: Tensor
+    s: _Symmetric, k: int, tol: float, floor: float, max_iter: int, block: Tensor, longest: int
 ) -> tuple[Spectrum, str | None]:
     """From a block to start with, until all residuals are within `tol`, or below the floor."""
     values, u, applied = _ritz(s, block)
-    longest, before, failures, complaint = _LONG, math.inf, 0, None
+    before, failures, complaint = math.inf, 0, None
     while True:
         residuals = (applied - values * u).norm(dim=0)
         worst, last = float(residuals[:k].amax()), float(values[k - 1])
@@ -280,7 +298,10 @@ def _leading(
         if worst > 0.3 * before:  # slow: longer filters, which cost fewer Rayleigh–Ritz steps
             longest = min(_MOST_DEGREE, 2 * longest)
         low, cut = _damped(values, residuals)
-        degree = min(longest, _degree(values, k, low, cut, 2 * worst / goal))
+        gain = 2 * worst / goal
+        degree = _degree(values, k, low, cut, gain)
+        if degree > longest:
+            degree, cut = longest, min(cut, _cut(low, longest, gain))
         if failures == 3 or s.passes + degree > max_iter:
             complaint = (
                 f"eigsh stopped after {s.passes} passes with residuals of up to {worst:.1e}, above {goal:.1e}. Raise "
@@ -308,3 +329,12 @@ def _degree(values: Tensor, k: int, low: float, cut: float, gain: float) -> int:
     wanted = math.log(2 * gain) / max(last, 1e-9)  # cosh(n x) ≈ ½ e^{n x}
     visible = -0.5 * math.log(torch.finfo(values.dtype).eps) / max(first - last, 1e-9)
     return max(1, int(min(math.ceil(max(2.0, wanted)), visible, _MOST_DEGREE)))
+
+
+def _cut(low: float, degree: int, gain: float) -> float:
+    """Where a filter of that degree ends to damp if it raises what is near 1 by `gain` over all below.
+
+    cosh(n arcosh x) = gain for x = (2 − low − cut) / (cut − low).
+    """
+    x = math.cosh(math.acosh(max(gain, 2.0)) / degree)
+    return (2 - low + low * x) / (1 + x)

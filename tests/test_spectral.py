@@ -122,7 +122,7 @@ def test_the_sphere(n):
 
 
 def test_small_bandwidths_of_large_clouds():
-    """Where eigenvalues crowd below 1, and the subsample needs a wider kernel."""
+    """Where eigenvalues crowd below 1, and coarser levels need a wider kernel."""
     sigma = 0.02
     points = shapes.creature(12_000)[0]
     q = diffusion(points, sigma)
@@ -132,6 +132,29 @@ def test_small_bandwidths_of_large_clouds():
     exact = diffusion(points, sigma, method="exact")
     ritz = spectrum.vectors.T @ (spectrum.mass[:, None] * (exact @ spectrum.vectors))
     torch.testing.assert_close(ritz.diagonal(), spectrum.values, rtol=0, atol=1e-4)
+
+
+def test_coarser_levels_leave_little_to_do(monkeypatch):
+    """Their modes lack only detail, which short filters remove: a few passes with all points, at any bandwidth."""
+    q = diffusion(shapes.creature(40_000)[0], 0.015)
+    passes = []
+    apply = spectral._Symmetric.__matmul__
+    monkeypatch.setattr(spectral._Symmetric, "__matmul__", lambda self, u: passes.append(len(u)) or apply(self, u))
+    spectrum = eigsh(q, 10)
+    assert float(spectrum.values[-1]) > 0.97
+    check(q, spectrum, 10)
+    assert passes.count(40_000) <= 30  # from noise, they would be hundreds
+
+
+def test_coarser_levels_know_the_masses():
+    """Centres are those of mass, and points without any count for nothing."""
+    points = torch.rand(100, 3)
+    mass = torch.rand(100)
+    mass[::5] = 0
+    centres, masses = spectral._centres(points, mass)
+    assert len(centres) == 80 // spectral._COARSER
+    torch.testing.assert_close(masses.sum(), mass.sum())
+    torch.testing.assert_close((masses[:, None] * centres).sum(0), (mass[:, None] * points).sum(0))
 
 
 @pytest.mark.parametrize(("sigma", "k"), [(0.2, 40), (0.3, 40), (0.5, 9), (1.0, 4)])
