@@ -135,15 +135,15 @@ def test_small_bandwidths_of_large_clouds():
 
 
 def test_coarser_levels_leave_little_to_do(monkeypatch):
-    """Their modes lack only detail, which short filters remove: a few passes with all points, at any bandwidth."""
-    q = diffusion(shapes.creature(40_000)[0], 0.015)
+    """Their modes lack only detail, which short filters remove: few passes with all points."""
+    q = diffusion(shapes.creature(40_000)[0], 0.03)
     passes = []
     apply = spectral._Symmetric.__matmul__
     monkeypatch.setattr(spectral._Symmetric, "__matmul__", lambda self, u: passes.append(len(u)) or apply(self, u))
     spectrum = eigsh(q, 10)
     assert float(spectrum.values[-1]) > 0.97
     check(q, spectrum, 10)
-    assert passes.count(40_000) <= 30  # from noise, they would be hundreds
+    assert passes.count(40_000) <= 18  # 25 from a random sample, and hundreds from noise
 
 
 def test_coarser_levels_know_the_masses():
