@@ -1,5 +1,8 @@
 """Diffusion operators by attention: kernels, Sinkhorn-normalised, on the attention kernels that exist."""
 
+from importlib import import_module
+from types import ModuleType
+
 from qattn import maps, mass, ragged, sampling, shapes, signatures
 from qattn.attended import Attended, merge
 from qattn.attention import attend, gaussian
@@ -21,6 +24,14 @@ from qattn.solver import SinkhornResult, sinkhorn
 from qattn.spectral import Spectrum, eigsh, laplacian_eigenvalues
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> ModuleType:
+    """`qattn.nn` without an import of its own; not before it is asked for, because huggingface_hub takes a while."""
+    if name == "nn":
+        return import_module("qattn.nn")
+    raise AttributeError(f"module 'qattn' has no attribute {name!r}")
+
 
 __all__ = [
     "Attended",
@@ -48,6 +59,7 @@ __all__ = [
     "maps",
     "mass",
     "merge",
+    "nn",
     "ragged",
     "sampling",
     "shapes",

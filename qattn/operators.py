@@ -146,6 +146,33 @@ class Diffusion(_Operator):
                 progress.advance()
         return signal
 
+    @eager
+    def value_and_gradient(self, signal: Tensor) -> tuple[Tensor, Tensor]:
+        r"""Qf, shape (*batch, N, C), and its gradient in space, exact and from one pass, shape (*batch, N, C, d).
+
+        For a Gaussian kernel and rows that sum to one, Qf extends to a smooth function of space, and
+
+            ∇(Qf) = (Q(f ⊗ x) − Qf ⊗ Qx) / σ²,
+
+        the covariance of signal and position within each row.
+        """
+        kernel = _checks.with_gradients(self.kernel, GaussianKernel, self.normalization)
+        f = _checks.signal(signal, self._shape, self._device)
+        f = f.expand(*torch.broadcast_shapes(f.shape[:-2], self._shape[:-2]), *f.shape[-2:])
+        x = kernel.points - kernel.points.mean(-2, keepdim=True).detach()  # near 0, where differences cancel less
+        x = x if kernel.sigma.ndim == 0 else x[..., None, :, :]
+        x = x.expand(*f.shape[:-1], -1)
+        moments = (f[..., None] * x[..., None, :]).flatten(-2)  # (*batch, N, C d)
+        values = torch.cat([f.to(x.dtype), moments.to(x.dtype), x], dim=-1)
+        mean, lse = kernel.attend(self._right + log_of_mass(self._mass), values)
+        assert mean is not None
+        C, d = f.shape[-1], x.shape[-1]
+        mean_f, mean_fx, mean_x = mean.split([C, C * d, d], dim=-1)
+        covariance = mean_fx.unflatten(-1, (C, d)) - mean_f[..., None] * mean_x[..., None, :]
+        sigma = kernel.sigma if kernel.sigma.ndim == 0 else kernel.sigma[:, None, None, None]
+        value = torch.exp(self._left + lse)[..., None] * mean_f
+        return value.to(f.dtype), (covariance / sigma**2).to(f.dtype)
+
     def extend(self, points: Any) -> "_Extension":
         """The same diffusion evaluated at other points (*batch, N', d): an operator of shape (*batch, N', N).
 
@@ -255,8 +282,8 @@ def diffusion(
         sigma: The bandwidth of the Gaussian kernel, a number or (H,) for one head each; only with points.
         mass: Masses of shape (*batch, N), 0 for padding; those of the kernel, or 1/N each, by default.
         normalization: "sinkhorn" keeps constants and mass; "row", "symmetric" and "none" for comparison.
-        tol: The mass-weighted mean of |Q1 − 1| at which normalising stops. The method of the Gaussian kernel may err by
-            ten times that in a row sum, and at most by 1e-3.
+        tol: The mass-weighted mean of |Q1 − 1| at which normalising stops; 0 takes all of `max_iter` passes. The method
+            of the Gaussian kernel may err by ten times that in a row sum, and at most by 1e-3.
         max_iter: The most kernel passes of it.
         init: A potential to start from, as of a similar cloud.
         adjoint: How gradients go through the normalisation: "implicit", "unroll" or "detach".
@@ -272,8 +299,8 @@ def diffusion(
     """
     _checks.one_of("normalization", normalization, NORMALIZATIONS)
     is_numpy = not isinstance(points_or_kernel, (Kernel, Tensor))
-    _checks.positive("`tol`", tol)
-    gaussian = partial(GaussianKernel, tol=min(10 * tol, _KERNEL_TOL))
+    _checks.not_negative("tol", tol)
+    gaussian = partial(GaussianKernel, tol=min(10 * tol, _KERNEL_TOL) or _KERNEL_TOL)
     k: Kernel = _checks.kernel_of(points_or_kernel, sigma, kernel, Kernel, gaussian)
     mass = _checks.mass(k.mass if mass is None else mass, k.shape, k.dtype, k.device)
     value = None if signal is None else _checks.signal(signal, k.shape, k.device)

@@ -101,7 +101,8 @@ def sinkhorn(
         mass: Masses m ≥ 0 of shape (*batch, N), or one that broadcasts; those of the kernel, or 1/N each, by default.
             A point of mass 0 influences nothing, which is how padding works.
         tol: Stops once the mass-weighted mean of |Q1 − 1| is below it, for each item of the batch by itself. With
-            masses over many decades the lightest points hardly count in it: ask for less if they matter.
+            masses over many decades the lightest points hardly count in it: ask for less if they matter. 0 takes all of
+            `max_iter` passes.
         max_iter: The most kernel passes. Missing `tol` by then is reported in the result and warned of, never raised.
         init: A potential to start from, shape (*batch, N).
         adjoint: How to differentiate: "implicit" solves (I + Q)ᵀu = g, "unroll" goes back through the iterations,
@@ -115,7 +116,7 @@ def sinkhorn(
         >>> bool(result.converged), int(result.num_iter)
         (True, 5)
     """
-    _checks.positive("`tol`", tol)
+    _checks.not_negative("tol", tol)
     _checks.integer("max_iter", max_iter, 1)
     _checks.one_of("adjoint", adjoint, ("implicit", "unroll", "detach"))
     _checks.one_of("iteration", iteration, ("chebyshev", "plain"))
@@ -126,7 +127,7 @@ def sinkhorn(
     needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     with torch.set_grad_enabled(torch.is_grad_enabled() and adjoint == "unroll"):
         result = _iterate(kernel, mass, log_mass, start, tol, max_iter, iteration, None if needs_gradient else value)
-    if not result.converged.all():
+    if tol > 0 and not result.converged.all():
         worst = float(result.marginal_error[~result.converged].amax())
         warnings.warn(
             f"Sinkhorn stopped after {max_iter} passes with a mean |Q1 − 1| of {worst:.1e}, above tol = {tol:.1e}. "

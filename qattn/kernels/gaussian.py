@@ -136,6 +136,12 @@ class GaussianKernel(PointKernel):
         kernel._methods = kernel._make_methods()
         return kernel
 
+    def prepared_as(self, other: "GaussianKernel") -> "GaussianKernel":
+        """The same kernel, with what another one has prepared for the same points: their order."""
+        kernel = self._with(_sites=other._sites)
+        kernel._methods = kernel._make_methods()
+        return kernel
+
     def for_channels(self, channels: int) -> "GaussianKernel":
         """The same kernel by the method that is cheapest to apply to so many channels, again and again."""
         kernel = self._with(_work=Work(sums=0, channels=channels))

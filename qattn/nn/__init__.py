@@ -1,0 +1,8 @@
+"""Layers for networks on points: diffusion at learned scales, attention by it, and the paper's network."""
+
+from qattn.nn.attention import QAttention, QBlock
+from qattn.nn.diffnet import QDiffNet
+from qattn.nn.diffusion import QDiffusion
+from qattn.nn.tangent import tangent_gradients
+
+__all__ = ["QAttention", "QBlock", "QDiffNet", "QDiffusion", "tangent_gradients"]

@@ -1,0 +1,73 @@
+"""Features at points, in the layouts that people keep them in, as one padded batch and back.
+
+| layout | features | points | how clouds are told apart |
+|---|---|---|---|
+| one cloud | (N, C) | (N, d) | |
+| a batch | (B, N, C) | (B, N, d) | padding has mass 0 |
+| packed | (T, C) | (T, d) | `offset`, where each cloud ends, or `batch`, the cloud of each point |
+| a dict, as Pointcept's | `feat` | `coord` | `offset` or `batch`; masses, if any, in `mass` |
+"""
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qattn import _checks
+from qattn.ragged import to_packed, to_padded
+
+__all__ = ["PointModule"]
+
+
+class PointModule(nn.Module):
+    """From features at points to features at points, or of whole clouds, in any layout.
+
+    Subclasses have `at_points(features, points, mass, **options)`, which takes features (B, N, C), points (B, N, d) and
+    masses (B, N) to features (B, N, C') or (B, C').
+    """
+
+    at_points: Callable[..., Tensor]
+
+    def forward(
+        self,
+        features: Any,
+        points: Tensor | None = None,
+        mass: Tensor | None = None,
+        *,
+        offset: Tensor | None = None,
+        batch: Tensor | None = None,
+        **options: Any,
+    ) -> Any:
+        """New features, in the layout of the given ones.
+
+        Args:
+            features: Features (N, C), (B, N, C) or packed (T, C). Or a dict with `feat`, `coord`, `offset` or `batch`,
+                and perhaps `mass`: a copy of it with new features comes back.
+            points: Positions, in the same layout.
+            mass: Masses, in the same layout, 0 for padding; equal within each cloud by default.
+            offset: Where each cloud ends in a packed layout, shape (B,).
+            batch: The cloud of each point in a packed layout, sorted, shape (T,).
+            **options: As `at_points` has them.
+        """
+        if isinstance(features, Mapping):
+            _checks.point_dict(features, points, mass, offset, batch)
+            clouds = {"offset": features["offset"]} if "offset" in features else {"batch": features.get("batch")}
+            new = copy.copy(features)
+            new["feat"] = self(features["feat"], features["coord"], features.get("mass"), **clouds, **options)  # type: ignore[index]
+            return new
+        is_packed = offset is not None or batch is not None
+        points = _checks.features_at_points(features, points, mass, is_packed)
+        if is_packed:
+            padded, present = to_padded(features, offset=offset, batch=batch)
+            x = to_padded(points, offset=offset, batch=batch)[0]
+            x = torch.where(present[..., None], x, x[:, :1])  # padding stays within its cloud
+            m = present.to(x) if mass is None else to_padded(mass, offset=offset, batch=batch)[0]
+            out = self.at_points(padded, x, m / m.sum(-1, keepdim=True), **options)
+            return to_packed(out, present) if out.ndim == 3 else out
+        if mass is None:
+            mass = torch.full(points.shape[:-1], 1 / points.shape[-2], dtype=points.dtype, device=points.device)
+        if features.ndim == 3:
+            return self.at_points(features, points, mass, **options)
+        return self.at_points(features[None], points[None], mass[None], **options)[0]
