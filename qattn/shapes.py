@@ -4,28 +4,59 @@ What is random takes a `seed` for a generator of its own, so that the same call 
 """
 
 from itertools import permutations
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from qattn import _checks
 
-__all__ = ["ball", "creature", "creature_distance", "creature_inside", "cube_tetrahedra", "sphere", "sphere_mesh"]
+__all__ = [
+    "CREATURE_PARTS",
+    "ball",
+    "creature",
+    "creature_distance",
+    "creature_inside",
+    "creature_parts",
+    "cube_tetrahedra",
+    "posed",
+    "sphere",
+    "sphere_mesh",
+]
 
-# A creature of capsules (start, end, radius), y up, nose along +x; left and right are mirrored in z.
+CREATURE_PARTS = ("body", "neck", "head", "tail", "fore leg", "hind leg", "ear")
+
+
+class _Bone(NamedTuple):
+    """A capsule about a segment, which turns about its start together with all that hangs on it."""
+
+    start: tuple[float, float, float]
+    end: tuple[float, float, float]
+    radius: float
+    part: str
+    parent: int  # the number of the bone that it hangs on; −1 for none
+
+
+# A creature of capsules, y up, nose along +x; left and right are mirrored in z.
 _MIDDLE = [
-    ((-0.45, 0.00, 0.0), (0.38, 0.05, 0.0), 0.23),  # body
-    ((0.38, 0.10, 0.0), (0.60, 0.45, 0.0), 0.11),  # neck
-    ((0.58, 0.50, 0.0), (0.80, 0.44, 0.0), 0.13),  # head
-    ((0.80, 0.44, 0.0), (0.95, 0.38, 0.0), 0.07),  # snout
-    ((-0.60, 0.10, 0.0), (-0.88, 0.42, 0.0), 0.05),  # tail
-    ((-0.88, 0.42, 0.0), (-0.80, 0.62, 0.0), 0.04),
+    _Bone((-0.45, 0.00, 0.0), (0.38, 0.05, 0.0), 0.23, "body", -1),
+    _Bone((0.38, 0.10, 0.0), (0.60, 0.45, 0.0), 0.11, "neck", 0),
+    _Bone((0.58, 0.50, 0.0), (0.80, 0.44, 0.0), 0.13, "head", 1),
+    _Bone((0.80, 0.44, 0.0), (0.95, 0.38, 0.0), 0.07, "head", 2),
+    _Bone((-0.60, 0.10, 0.0), (-0.88, 0.42, 0.0), 0.05, "tail", 0),
+    _Bone((-0.88, 0.42, 0.0), (-0.80, 0.62, 0.0), 0.04, "tail", 4),
 ]
 _SIDES = [
-    ((0.30, -0.10, 0.15), (0.36, -0.62, 0.18), 0.08),  # fore leg
-    ((-0.42, -0.08, 0.15), (-0.46, -0.62, 0.18), 0.09),  # hind leg
-    ((0.55, 0.58, 0.08), (0.50, 0.78, 0.15), 0.04),  # ear
+    _Bone((0.30, -0.10, 0.15), (0.36, -0.62, 0.18), 0.08, "fore leg", 0),
+    _Bone((-0.42, -0.08, 0.15), (-0.46, -0.62, 0.18), 0.09, "hind leg", 0),
+    _Bone((0.55, 0.58, 0.08), (0.50, 0.78, 0.15), 0.04, "ear", 2),
 ]
+_BONES = [
+    *_MIDDLE,
+    *_SIDES,
+    *(bone._replace(start=(*bone.start[:2], -bone.start[2]), end=(*bone.end[:2], -bone.end[2])) for bone in _SIDES),
+]
+_BLEND = 0.03  # the width over which capsules blend
 _BOX = torch.tensor([[-1.1, -0.8, -0.4], [1.1, 0.9, 0.4]])  # the creature lies in it
 
 
@@ -38,13 +69,54 @@ def creature_distance(points: Tensor) -> Tensor:
         >>> mask.shape
         torch.Size([25, 25, 25])
     """
-    mirrored = [((x, y, -z), (u, v, -w), radius) for (x, y, z), (u, v, w), radius in _SIDES]
+    return -_BLEND * torch.logsumexp(-_bone_distances(points) / _BLEND, dim=0)
+
+
+def _bone_distances(points: Tensor) -> Tensor:
+    """The distances to all capsules, (bones, *batch)."""
     distances = []
-    for start, end, radius in [*_MIDDLE, *_SIDES, *mirrored]:
-        a, b = points.new_tensor(start), points.new_tensor(end)
+    for bone in _BONES:
+        a, b = points.new_tensor(bone.start), points.new_tensor(bone.end)
         along = (((points - a) @ (b - a)) / ((b - a) @ (b - a))).clamp(0, 1)
-        distances.append((points - a - along[..., None] * (b - a)).norm(dim=-1) - radius)
-    return -0.03 * torch.logsumexp(-torch.stack(distances) / 0.03, dim=0)
+        distances.append((points - a - along[..., None] * (b - a)).norm(dim=-1) - bone.radius)
+    return torch.stack(distances)
+
+
+def creature_parts(points: Tensor) -> Tensor:
+    """The part (*batch,) of the creature that points (*batch, 3) are nearest to, a number into `CREATURE_PARTS`."""
+    parts = torch.tensor([CREATURE_PARTS.index(bone.part) for bone in _BONES], device=points.device)
+    return parts[_bone_distances(points).argmin(0)]
+
+
+def posed(points: Tensor, seed: int, *, bend: float = 0.5, stretch: float = 0.0) -> Tensor:
+    """Points (N, 3) of the creature in a random pose: row n is where point n has gone.
+
+    Args:
+        points: Points of the creature as it stands, such as those of `creature`.
+        seed: Which pose.
+        bend: The spread, in radians, of the angles by which limbs turn about their joints.
+        stretch: The spread of the logarithms of how much longer and wider they are.
+
+    Example:
+        >>> points, _ = creature(1000)
+        >>> walking = posed(points, seed=1)
+        >>> walking.shape
+        torch.Size([1000, 3])
+    """
+    _checks.not_negative("bend", bend)
+    _checks.not_negative("stretch", stretch)
+    x, generator = _checks.points("points", points, (3,)), torch.Generator().manual_seed(seed)
+    weights = torch.softmax(-_bone_distances(x) / _BLEND, dim=0)  # (bones, N), as their surfaces blend
+    linear, shift = [torch.eye(3).to(x)], [torch.zeros(3).to(x)]  # of each bone, x ↦ linear x + shift; the body stays
+    for bone in _BONES[1:]:
+        turn, growth = bend * torch.randn(3, generator=generator), stretch * torch.randn((), generator=generator)
+        skew = torch.linalg.cross(turn.expand(3, 3), torch.eye(3), dim=-1).T  # v ↦ turn × v
+        own = (torch.matrix_exp(skew) * torch.exp(growth)).to(x)
+        joint, before = x.new_tensor(bone.start), linear[bone.parent]
+        linear.append(before @ own)
+        shift.append(before @ (joint - own @ joint) + shift[bone.parent])
+    moved = torch.einsum("bij,nj->bni", torch.stack(linear), x) + torch.stack(shift)[:, None]
+    return (weights[..., None] * moved).sum(0)
 
 
 def creature(n: int, seed: int = 0) -> tuple[Tensor, Tensor]:

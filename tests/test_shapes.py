@@ -99,3 +99,39 @@ def test_wrong_input():
         shapes.sphere_mesh(-1)
     with pytest.raises(ValueError, match="`k` should be an integer of at least 1; got 0"):
         shapes.cube_tetrahedra(0)
+
+
+def test_parts_of_the_creature():
+    points, _ = shapes.creature(2000)
+    parts = shapes.creature_parts(points)
+    assert set(parts.tolist()) == set(range(len(shapes.CREATURE_PARTS)))
+    highest = points[parts == shapes.CREATURE_PARTS.index("ear"), 1].amin()
+    lowest = points[parts == shapes.CREATURE_PARTS.index("hind leg"), 1].amax()
+    assert highest > lowest
+
+
+def test_poses():
+    """The same points elsewhere: the body stays, limbs turn rigidly, and nothing changes without a bend."""
+    points, _ = shapes.creature(2000)
+    torch.testing.assert_close(shapes.posed(points, 3, bend=0.0), points)
+    moved = shapes.posed(points, 3)
+    assert torch.equal(moved, shapes.posed(points, 3))
+    assert not torch.equal(moved, shapes.posed(points, 4))
+    parts = shapes.creature_parts(points)
+    away = (moved - points).norm(dim=-1)
+    assert away[(parts == 0) & (points[:, 0].abs() < 0.1)].amax() < 5e-3
+    assert away[parts == shapes.CREATURE_PARTS.index("tail")].amax() > 0.1
+    foot = points[:, 1] < -0.5
+    foot &= points[:, 0] > 0
+    foot &= points[:, 2] > 0  # of one leg
+    torch.testing.assert_close(torch.pdist(moved[foot]), torch.pdist(points[foot]), rtol=0, atol=1e-4)
+    wider = torch.pdist(shapes.posed(points, 3, stretch=0.3)[foot]) / torch.pdist(points[foot])
+    torch.testing.assert_close(wider, wider.mean().expand_as(wider), rtol=1e-3, atol=0)
+    assert abs(float(wider.mean()) - 1) > 0.01
+
+
+def test_poses_of_wrong_points():
+    with pytest.raises(ValueError, match="points"):
+        shapes.posed(torch.rand(10, 2), 0)
+    with pytest.raises(ValueError, match="bend"):
+        shapes.posed(torch.rand(10, 3), 0, bend=-1.0)
