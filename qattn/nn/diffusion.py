@@ -8,8 +8,11 @@ from torch import Tensor, nn
 
 from qattn import _checks
 from qattn._eager import eager
+from qattn.attention.dispatch import BACKENDS
 from qattn.kernels import GaussianKernel
-from qattn.operators import Diffusion, diffusion
+from qattn.kernels.methods import METHODS
+from qattn.operators import NORMALIZATIONS, Diffusion, diffusion
+from qattn.solver import ADJOINTS, ITERATIONS
 
 __all__ = ["QDiffusion"]
 
@@ -61,12 +64,17 @@ class QDiffusion(nn.Module):
         self.num_scales = _checks.integer("num_scales", num_scales, 1)
         self.applications = _checks.integer("applications", applications, 1)
         self.log_sigma = nn.Parameter(torch.linspace(math.log(low), math.log(high), num_scales))
+        _checks.one_of("normalization", normalization, NORMALIZATIONS)
+        _checks.one_of("adjoint", adjoint, ADJOINTS)
+        _checks.one_of("iteration", iteration, ITERATIONS)
+        _checks.one_of("method", method, ("auto", *METHODS))
+        _checks.one_of("backend", backend, ("auto", *BACKENDS))
         self._adjoint, self._method = adjoint, {"method": method, "backend": backend}
         self._normalizing: dict[str, Any] = {
             "normalization": normalization,
             "iteration": iteration,
             "tol": _checks.not_negative("tol", tol),
-            "max_iter": max_iter,
+            "max_iter": _checks.integer("max_iter", max_iter, 1),
         }
 
     def extra_repr(self) -> str:

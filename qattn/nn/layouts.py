@@ -64,7 +64,7 @@ class PointModule(nn.Module):
             x = to_padded(points, offset=offset, batch=batch)[0]
             x = torch.where(present[..., None], x, x[:, :1])  # padding stays within its cloud
             m = present.to(x) if mass is None else to_padded(mass, offset=offset, batch=batch)[0]
-            out = self.at_points(padded, x, m / m.sum(-1, keepdim=True), **options)
+            out = self.at_points(padded, x, m / m.sum(-1, keepdim=True).clamp(min=1e-30), **options)
             return to_packed(out, present) if out.ndim == 3 else out
         if mass is None:
             mass = torch.full(points.shape[:-1], 1 / points.shape[-2], dtype=points.dtype, device=points.device)
