@@ -67,11 +67,7 @@ def candidates(tol):
 
 def reached(points, sigma):
     """The marginal error after 10 plain iterations, which qattn is asked to reach too."""
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        q = diffusion(points.double(), sigma, tol=1e-15, max_iter=ITERATIONS + 1, iteration="plain", method="exact")
+    q = diffusion(points.double(), sigma, tol=0, max_iter=ITERATIONS + 1, iteration="plain", method="exact")
     return float(q.marginal_error)
 
 
