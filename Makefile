@@ -34,6 +34,7 @@ bench: install
 	$(BIN)/python benchmarks/million.py
 	$(BIN)/python benchmarks/modalities.py
 	$(BIN)/python benchmarks/spectra.py
+	$(BIN)/python benchmarks/layers.py
 
 # The real flash-attn package, its kernel interpreted on a CPU, in an environment of its own.
 conformance:

@@ -77,7 +77,7 @@ KERNEL = GaussianKernel(POINTS, 1.0)
         (lambda: diffusion(POINTS, 1.0, normalization="typo"), "`normalization` should be 'sinkhorn' or 'row' or"),
         (lambda: diffusion(POINTS, 1.0, adjoint="typo"), "`adjoint` should be 'implicit' or 'unroll' or 'detach'"),
         (lambda: diffusion(POINTS, 1.0, iteration="typo"), "`iteration` should be 'chebyshev' or 'plain'"),
-        (lambda: diffusion(POINTS, 1.0, tol=0), "`tol` should be positive and finite; got 0"),
+        (lambda: diffusion(POINTS, 1.0, tol=-1), "`tol` should be 0 or more, and finite; got -1"),
         (lambda: diffusion(POINTS, 1.0, max_iter=0), "`max_iter` should be an integer of at least 1; got 0"),
         (lambda: diffusion(POINTS, 1.0, -torch.ones(10)), "`mass` should not be negative; 10 of its 10 numbers are"),
         (lambda: diffusion(POINTS, 1.0, torch.zeros(10)), "`mass` should have a positive sum in each cloud"),

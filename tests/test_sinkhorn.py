@@ -84,6 +84,16 @@ def test_a_missed_tolerance_warns_and_shows():
     assert result.marginal_error > 1e-9
 
 
+def test_no_tolerance_takes_all_passes_and_does_not_warn():
+    for iteration in ("chebyshev", "plain"):
+        result = sinkhorn(GaussianKernel(torch.rand(50, 3), 0.3), tol=0, max_iter=7, iteration=iteration)
+        assert result.num_iter == 7
+        assert not result.converged
+    q = diffusion(torch.rand(50, 3), 0.3, tol=0, max_iter=7)
+    assert q.num_iter == 7
+    assert q.kernel.tol == 1e-3
+
+
 def test_each_item_of_a_batch_stops_by_itself():
     points = torch.stack([ball(200), 100 * ball(200)])  # the second is a diagonal kernel: two passes
     sigma = [0.1, 0.5]
