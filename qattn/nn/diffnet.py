@@ -114,7 +114,11 @@ class _Block(nn.Module):
         self.mix = None if gradient == "none" else nn.Linear(width, width, bias=False)
         self.turn = nn.Linear(width, width, bias=False) if gradient == "tangent" else None
         inputs = (2 if gradient == "none" else 3) * width
-        self.mlp = nn.Sequential(nn.Linear(inputs, width), nn.ReLU(), nn.Dropout(dropout), nn.Linear(width, width))
+        self.mlp = nn.Sequential(
+            *(nn.Linear(inputs, width), nn.ReLU(), nn.Dropout(dropout)),
+            *(nn.Linear(width, width), nn.ReLU(), nn.Dropout(dropout)),
+            nn.Linear(width, width),
+        )
 
     def forward(
         self, x: Tensor, points: Tensor, mass: Tensor, near: Diffusion | None, gradients: Gradients | None

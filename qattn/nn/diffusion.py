@@ -174,7 +174,7 @@ def _for_heads(mass: Tensor | None) -> Tensor | None:
 def _interpolated(potential: Tensor, old: Tensor, new: Tensor) -> Tensor:
     """Potentials (*batch, H, N) at new bandwidths (H,), linear in log σ between those at old ones (H',)."""
     old, order = old.log().sort()
-    above = torch.searchsorted(old, new.log()).clamp(1, max(1, len(old) - 1)).clamp(max=len(old) - 1)
+    above = torch.searchsorted(old, new.log()).clamp(max=len(old) - 1)
     below = (above - 1).clamp(min=0)
     weight = ((new.log() - old[below]) / (old[above] - old[below]).clamp(min=1e-12)).clamp(0, 1)[:, None]
     start = torch.lerp(potential[..., order[below], :], potential[..., order[above], :], weight)
@@ -212,7 +212,6 @@ def _diffuse(
 
 
 @_diffuse.register_fake
-def _(signal: Tensor, points: Tensor, *others: Any, **options: Any) -> Tensor:
-    gradient = others[4] if len(others) > 4 else options["gradient"]
+def _(signal: Tensor, points: Tensor, sigma: Any, mass: Any, content: Any, m: Any, gradient: bool, *_: Any) -> Tensor:
     shape = (*signal.shape, 1 + points.shape[-1]) if gradient else signal.shape
     return torch.empty(shape, dtype=signal.dtype, device=signal.device)
