@@ -1,0 +1,37 @@
+"""How the command speaks: tables to stdout, one sentence to stderr when something is wrong."""
+
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+from rich.console import Console
+
+__all__ = ["one_sentence", "output"]
+
+
+def output() -> Console:
+    """Where results go; wide enough for tables where no terminal tells its width."""
+    return Console(width=None if sys.stdout.isatty() else 140, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def one_sentence() -> Iterator[None]:
+    """What is wrong with the input is said in a sentence, with exit code 2; warnings take one each."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("always", category=UserWarning)  # ours; others are for programmers
+        warnings.showwarning = lambda message, *_, **__: _say(f"Warning: {message}")
+        try:
+            yield
+        except OSError as error:
+            _say(f"{error.filename}: {error.strerror}." if error.filename else str(error))
+            raise typer.Exit(2) from None
+        except (ValueError, ModuleNotFoundError) as error:
+            _say(str(error))
+            raise typer.Exit(2) from None
+
+
+def _say(text: str) -> None:
+    typer.echo(" ".join(text.split()), err=True)
