@@ -1,5 +1,6 @@
 """`qattn info`, `diffuse`, `spectrum` and `mass`: from file to file."""
 
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -7,9 +8,8 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 from rich.console import Console
-from rich.table import Table
 
-from qattn import io
+from qattn import _checks, io
 from qattn.cli.pictures import draw_modes
 from qattn.cli.sigma import bandwidth, spacing
 from qattn.cli.speaking import one_sentence, output
@@ -42,15 +42,9 @@ def info(file: File) -> None:
     """
     with one_sentence():
         shape = _read(file)
-        table = Table.grid(padding=(0, 2))
-        for name, text in _grid_facts(shape) if isinstance(shape, Grid) else _cloud_facts(shape):
-            table.add_row(name, text)
-        near, far = 2 * spacing(shape), 0.1 * shape.extent
-        table.add_row("extent", f"{shape.extent:.4g}")
-        table.add_row(
-            "suggested σ", f"{near:.3g} (2x) to {far:.3g} (10%)" if far > near else f"{near:.3g} (2x) or more"
-        )
-        output().print(table)
+        facts = _grid_facts(shape) if isinstance(shape, Grid) else _cloud_facts(shape)
+        for name, text in [*facts, ("suggested σ", _suggestion(spacing(shape), shape.extent))]:
+            typer.echo(f"{name:13}{text}")
 
 
 def diffuse(
@@ -60,7 +54,7 @@ def diffuse(
     signal: Annotated[
         list[str], typer.Option(metavar="NAME", help="What to diffuse: an attribute, or xyz. May be given repeatedly.")
     ] = ["xyz"],  # noqa: B006 (typer copies it)
-    steps: Annotated[int, typer.Option(min=1, help="How often the operator is applied.")] = 1,
+    steps: Annotated[int, typer.Option(help="How often the operator is applied.")] = 1,
 ) -> None:
     """Diffuse positions, which removes noise, or attributes, which smooths them.
 
@@ -70,6 +64,7 @@ def diffuse(
     with one_sentence():
         can_write(out, (".ply", ".npz"))
         cloud = _cloud(file)
+        _checks.integer("--steps", steps, 1)
         signals = [_signal(cloud, name) for name in signal]
         length = bandwidth(sigma, cloud)
         q = diffusion(cloud.kernel(length), mass=cloud.mass, tol=_TOL)
@@ -95,7 +90,7 @@ def spectrum(
     out: Annotated[
         Path, typer.Option("--output", "-o", metavar="OUT", help="Where to write: .npz.", show_default=False)
     ],
-    k: Annotated[int, typer.Option("-k", min=1, help="How many eigenpairs.")] = 64,
+    k: Annotated[int, typer.Option("-k", help="How many eigenpairs.")] = 64,
     sigma: Annotated[str, typer.Option(help=_ABOUT_SIGMA)] = "3x",
     plot: Annotated[
         Path | None, typer.Option(metavar="PNG", help="A picture of the first modes and eigenvalues.")
@@ -194,6 +189,14 @@ def _as_before(smooth: Array, attribute: Array, values: Array) -> Array:
     return smooth.reshape(attribute.shape).astype(attribute.dtype)
 
 
+def _suggestion(spacing: float, extent: float) -> str:
+    """From where points see a few neighbours to where they see a part of the shape."""
+    near, far = 2 * spacing, 0.1 * extent
+    if near == 0:
+        return "none: all points are in one place"
+    return f"{near:.3g} (2x) to {far:.3g} (10%)" if far > near else f"{near:.3g} (2x) or more"
+
+
 def _cloud_facts(cloud: Cloud) -> list[tuple[str, str]]:
     kind = "splats" if cloud.splats is not None else "a cloud" if cloud.faces is None else "a mesh"
     low, high = cloud.box
@@ -201,10 +204,10 @@ def _cloud_facts(cloud: Cloud) -> list[tuple[str, str]]:
     if cloud.faces is not None:
         area = vertex_areas(cloud.points, cloud.faces).sum(dtype=np.float64)
         facts += [("faces", f"{len(cloud.faces):,}"), ("area", f"{area:.4g}")]
-    facts.append(("box", f"{' × '.join(f'{size:.4g}' for size in high - low)}, from ({_numbers(low)})"))
+    facts.append(("box", f"{' × '.join(f'{size:.4g}' for size in high - low)}, from ({_numbers(low, cloud.extent)})"))
     if cloud.offset.any():
-        facts.append(("offset", f"({_numbers(cloud.offset)}), taken off before float32, and added again"))
-    facts.append(("spacing", f"{cloud.spacing:.4g}"))
+        facts.append(("offset", f"({_numbers(cloud.offset, cloud.extent)}), taken off before float32, and added again"))
+    facts += [("extent", f"{cloud.extent:.4g}"), ("spacing", f"{cloud.spacing:.4g}")]
     by_type: dict[str, list[str]] = {}
     for name, values in cloud.attributes.items():
         by_type.setdefault(f"{values.dtype}{list(values.shape[1:]) or ''}", []).append(name)
@@ -217,12 +220,15 @@ def _grid_facts(grid: Grid) -> list[tuple[str, str]]:
     return [
         ("what", f"a grid, {kind}"),
         ("voxels", f"{int((grid.values > 0).sum()):,} of {' × '.join(map(str, grid.values.shape))}"),
+        ("extent", f"{grid.extent:.4g}"),
         ("spacing", " × ".join(f"{size:.4g}" for size in grid.spacing)),
     ]
 
 
-def _numbers(values: Array) -> str:
-    return ", ".join(f"{value:.9g}" for value in values)
+def _numbers(values: Array, extent: float) -> str:
+    """Coordinates with as many digits as tell places of the shape apart."""
+    digits = max(0, 3 - math.floor(math.log10(extent or 1.0)))
+    return ", ".join(f"{value:.{digits}f}" for value in values)
 
 
 def _some(names: list[str]) -> str:

@@ -25,10 +25,10 @@ def draw_modes(file: BinaryIO, points: Array, vectors: Array, frequencies: Array
     some = np.random.default_rng(0).permutation(len(points))[:_MOST]
     places, depth = _seen(points[some])
     some, places = some[np.argsort(depth)], places[np.argsort(depth)]  # the nearest last
+    size = min(100.0, 2e5 / len(some))  # so that near points hide far ones
     for axis, mode in zip(axes, modes, strict=False):
         level = vectors[some, mode]
         top = float(np.quantile(np.abs(level), 0.99)) or 1.0
-        size = min(30.0, 20_000 / len(some))
         axis.scatter(*places.T, c=level, s=size, cmap="RdBu_r", vmin=-top, vmax=top, linewidths=0)
         axis.set_title(f"mode {mode + 1}", fontsize=9)
         axis.set_aspect("equal")

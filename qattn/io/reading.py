@@ -5,8 +5,10 @@ such as textures. Whatever a library raises at broken content becomes one senten
 """
 
 import gzip
+import logging
 import os
 import re
+import struct
 import warnings
 from collections.abc import Callable
 from importlib import import_module
@@ -22,6 +24,10 @@ from qattn.io.cloud import Cloud, Grid
 __all__ = ["FORMATS", "read"]
 
 Array = NDArray[Any]
+
+_LIBRARIES = ("trimesh", "laspy", "nibabel", "nrrd")
+for _library in _LIBRARIES:  # or Python prints what they log, which for a damaged file are tracebacks
+    logging.getLogger(_library).addHandler(logging.NullHandler())
 
 
 class _RefusedError(ValueError):
@@ -65,14 +71,14 @@ def read(path: str | os.PathLike[str]) -> Cloud | Grid:
             warnings.simplefilter("ignore")  # what libraries say about themselves
             warnings.filterwarnings("error", message="string or file could not be read")  # NumPy, of text that is cut
             return _READERS[ending](data)
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"Reading .{ending} needs {error.name}. Install it with `pip install 'qattn-diffusion[io]'`.",
-            name=error.name,
-        ) from None
     except _RefusedError as error:
         raise ValueError(f"{path} cannot be used: {error}") from None
     except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name in _LIBRARIES:
+            raise ModuleNotFoundError(
+                f"Reading .{ending} needs {error.name}. Install it with `pip install 'qattn-diffusion[io]'`.",
+                name=error.name,
+            ) from None
         why = " ".join(str(error).split()).rstrip("!.") or "no reason given"
         raise ValueError(
             f"{path} is damaged, cut short or no {ending.upper()} file ({type(error).__name__}: {why[:200]})."
@@ -194,12 +200,15 @@ def _shared(parts: list[dict[str, Array]]) -> dict[str, Array]:
 
 def _las(data: bytes) -> Cloud:
     laspy = import_module("laspy")
-    with laspy.open(BytesIO(data)) as file:
+    # laspy would look for as many records as the header says, be it billions; one takes 54 bytes.
+    if len(data) >= 104 and 54 * struct.unpack_from("<I", data, 100)[0] > len(data):
+        raise ValueError("fewer records than its header says")
+    # One thread: several go by a table of chunks, and lazrs ends the process if that is damaged.
+    with laspy.open(BytesIO(data), read_evlrs=False, laz_backend=laspy.LazBackend.Lazrs) as file:
         header = file.header
-        # Before memory is taken for them: points of a compressed file take a bit or more.
-        if header.point_count > 8 * len(data) or header.number_of_evlrs > len(data) or len(header.vlrs) > len(data):
+        if header.point_count > 8 * len(data):  # a point takes a bit or more, and memory is taken for all at once
             raise ValueError("fewer points than its header says")
-        las = file.read()
+        las = file.read_points(-1)  # the points alone: records behind them may be billions too
     if len(las) != header.point_count:
         raise ValueError("fewer points than its header says")
     if len(las) == 0:
@@ -267,7 +276,8 @@ def _nifti(data: bytes) -> Grid:
     if data[:2] == b"\x1f\x8b":
         data = gzip.decompress(data)
     is_second = b"\x00\x00\x02\x1c" in (data[:4], data[3::-1])  # the size of its header, 540
-    image = (nibabel.Nifti2Image if is_second else nibabel.Nifti1Image).from_bytes(data)
+    with nibabel.imageglobals.LoggingOutputSuppressor():  # its handler writes to stderr
+        image = (nibabel.Nifti2Image if is_second else nibabel.Nifti1Image).from_bytes(data)
     return _grid(np.asanyarray(image.dataobj), image.header.get_zooms())
 
 

@@ -58,13 +58,15 @@ def can_write(path: str | os.PathLike[str], endings: Iterable[str]) -> None:
 def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """A file that takes the place of `path` once it is whole; after an error, nothing has changed."""
     target = Path(os.path.realpath(path))  # what a link points to, instead of the link
-    beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    beside = target.with_name(f".{secrets.token_hex(8)}.part")
     try:
         with open(beside, "xb") as file:
             yield file
         os.replace(beside, target)
-    except BaseException:
+    except BaseException as error:
         beside.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename, error.filename2 = os.fspath(path), None  # what was asked for
         raise
 
 
