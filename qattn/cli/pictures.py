@@ -35,6 +35,7 @@ def draw_modes(file: BinaryIO, points: Array, vectors: Array, frequencies: Array
         axis.axis("off")
     axes[-1].plot(np.arange(1, len(frequencies) + 1), frequencies, ".-", color="0.2", markersize=4, linewidth=0.8)
     axes[-1].set_title("−(2/σ²) log λ, the Laplacian's eigenvalues", fontsize=9)
+    axes[-1].set_xlabel("mode", fontsize=9)
     axes[-1].set_ylim(bottom=0)
     figure.savefig(file, format="png", dpi=150)
 
