@@ -120,11 +120,11 @@ def spectrum(
         }
         if isinstance(shape, Cloud) and shape.faces is not None:
             arrays["faces"] = shape.faces
+        with io.replacing(out) as target:
+            np.savez(target, **arrays)
         if plot is not None:
             with io.replacing(plot) as picture:
                 draw_modes(picture, arrays["points"], arrays["vectors"], arrays["frequencies"])
-        with io.replacing(out) as target:
-            np.savez(target, **arrays)
         first, last, worst = float(found.values[0]), float(found.values[-1]), float(found.residuals.max())
         typer.echo(
             f"{out}: {k} eigenpairs of {len(arrays['points']):,} points with σ = {length:.4g}, "
