@@ -19,7 +19,7 @@ ROOT = Path(qattn.__file__).parent
 LAYERS = [
     "_eager", "_compiled", "_progress", "_kd", "tiling", "attended", "lift", "_checks", "_scipy", "attention",
     "kernels", "solver", "operators", "spectral", "signatures", "maps", "axioms", "mass", "ragged", "nn",
-    "shapes", "sampling", "sklearn", "doctor", "cli", "__main__",
+    "shapes", "sampling", "sklearn", "doctor", "io", "cli", "__main__",
 ]  # fmt: skip
 
 
@@ -88,6 +88,9 @@ def test_import_brings_nothing_heavy():
         "trimesh",
         "rtree",
         "sklearn",
+        "laspy",
+        "nibabel",
+        "nrrd",
     }
     loaded = run(
         "import sys, torch; before = set(sys.modules); import qattn; print(*(set(sys.modules) - before))"
@@ -99,7 +102,7 @@ def test_works_without_any_optional_library():
     script = (
         "import sys\n"
         "for name in ('typer', 'rich', 'matplotlib', 'flash_attn', 'flash_attn_interface', 'xformers', 'mslk',\n"
-        "             'trimesh', 'rtree', 'sklearn'):\n"
+        "             'trimesh', 'rtree', 'sklearn', 'laspy', 'nibabel', 'nrrd'):\n"
         "    sys.modules[name] = None\n"
         "import torch, qattn\n"
         "x = torch.randn(10, 3)\n"

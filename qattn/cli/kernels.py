@@ -1,7 +1,6 @@
-"""The `qattn` command."""
+"""`qattn doctor`."""
 
 import sys
-from typing import Annotated
 
 import torch
 import typer
@@ -11,26 +10,7 @@ from rich.table import Table
 import qattn
 from qattn.doctor import BackendReport, backends, choices
 
-__all__ = ["app"]
-
-app = typer.Typer(
-    help="Diffusion operators by attention.", no_args_is_help=True, add_completion=False, rich_markup_mode="markdown"
-)
-
-
-def _version(asked: bool) -> None:
-    if asked:
-        typer.echo(qattn.__version__)
-        raise typer.Exit
-
-
-@app.callback()
-def _main(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
-    """Diffusion operators by attention."""
+__all__ = ["doctor"]
 
 
 def _dtype(report: BackendReport) -> str:
@@ -50,7 +30,6 @@ def _rows(reports: list[BackendReport]) -> list[list[str]]:
     return rows
 
 
-@app.command()
 def doctor() -> None:
     """Try every attention kernel on this machine: usable or not and why, how exact, how fast."""
     console = Console(width=None if sys.stdout.isatty() else 140)

@@ -1,0 +1,32 @@
+"""The `qattn` command."""
+
+from typing import Annotated
+
+import typer
+
+import qattn
+from qattn.cli.files import diffuse, info, mass, spectrum
+from qattn.cli.kernels import doctor
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    help="Diffusion operators by attention.", no_args_is_help=True, add_completion=False, rich_markup_mode="markdown"
+)
+for _command in (doctor, info, diffuse, spectrum, mass):
+    app.command()(_command)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(qattn.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Diffusion operators by attention, of files or to try the kernels of this machine."""

@@ -1,0 +1,235 @@
+"""`qattn info`, `diffuse`, `spectrum` and `mass`: from file to file."""
+
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from numpy.typing import NDArray
+from rich.console import Console
+
+from qattn import _checks, io
+from qattn.cli.pictures import draw_modes
+from qattn.cli.sigma import bandwidth, spacing
+from qattn.cli.speaking import one_sentence
+from qattn.io import Cloud, Grid
+from qattn.io.writing import can_write
+from qattn.kernels import MixtureKernel
+from qattn.mass import density, vertex_areas
+from qattn.operators import diffusion
+from qattn.spectral import eigsh, laplacian_eigenvalues
+
+__all__ = ["diffuse", "info", "mass", "spectrum"]
+
+Array = NDArray[Any]
+
+_TOL = 1e-4  # of row sums: a result that is kept may cost two passes more than the default
+_ABOUT_SIGMA = "The bandwidth: a length (0.05), spacings (3x) or a part of the diagonal of the box (2%)."
+
+File = Annotated[
+    Path, typer.Argument(metavar="FILE", help=f"What to read: {', '.join(io.FORMATS)}.", show_default=False)
+]
+Output = Annotated[
+    Path, typer.Option("--output", "-o", metavar="OUT", help="Where to write: .ply or .npz.", show_default=False)
+]
+
+
+def info(file: File) -> None:
+    """Show what a file holds, and which bandwidths suit it.
+
+    Spacing is the mean distance of a point to the nearest other one, extent the diagonal of the box.
+    """
+    with one_sentence():
+        shape = _read(file)
+        facts = _grid_facts(shape) if isinstance(shape, Grid) else _cloud_facts(shape)
+        for name, text in [*facts, ("suggested σ", _suggestion(spacing(shape), shape.extent))]:
+            typer.echo(f"{name:13}{text}")
+
+
+def diffuse(
+    file: File,
+    out: Output,
+    sigma: Annotated[str, typer.Option(help=_ABOUT_SIGMA, show_default=False)],
+    signal: Annotated[
+        list[str], typer.Option(metavar="NAME", help="What to diffuse: an attribute, or xyz. May be given repeatedly.")
+    ] = ["xyz"],  # noqa: B006 (typer copies it)
+    steps: Annotated[int, typer.Option(help="How often the operator is applied.")] = 1,
+) -> None:
+    """Diffuse positions, which removes noise, or attributes, which smooths them.
+
+    The result takes the place of what was diffused; all else is kept. Vertices of a mesh weigh their areas, points an
+    attribute `mass` if there is one, and splats their opacities.
+    """
+    with one_sentence():
+        can_write(out, (".ply", ".npz"))
+        cloud = _cloud(file)
+        _checks.integer("--steps", steps, 1)
+        signals = [_signal(cloud, name) for name in signal]
+        length = bandwidth(sigma, cloud)
+        q = diffusion(cloud.kernel(length), mass=cloud.mass, tol=_TOL)
+        # Without its mean, so that a constant stays what it is, whatever the row sums.
+        means = [values.mean(0, dtype=np.float64) for values in signals]
+        columns = [(values - mean).astype(np.float32) for values, mean in zip(signals, means, strict=True)]
+        smooth = np.split(q.power(steps, np.column_stack(columns)), np.cumsum([c.shape[1] for c in columns])[:-1], 1)
+        result = cloud
+        for name, values, mean, change in zip(signal, signals, means, smooth, strict=True):
+            if name == "xyz":
+                result = result.moved(mean + change)
+            else:
+                result = result.with_attributes(**{name: _as_before(mean + change, cloud.attributes[name], values)})
+        io.write(out, result)
+        moved = np.linalg.norm(result.coordinates - cloud.coordinates, axis=1)
+        remark = f"; points moved by {moved.mean():.3g} on average, {moved.max():.3g} at most" if moved.any() else ""
+        times = f", {steps} times" if steps > 1 else ""
+        typer.echo(f"{out}: {', '.join(signal)} diffused with σ = {length:.4g}{times}{remark}")
+
+
+def spectrum(
+    file: File,
+    out: Annotated[
+        Path, typer.Option("--output", "-o", metavar="OUT", help="Where to write: .npz.", show_default=False)
+    ],
+    k: Annotated[int, typer.Option("-k", help="How many eigenpairs.")] = 64,
+    sigma: Annotated[str, typer.Option(help=_ABOUT_SIGMA)] = "3x",
+    plot: Annotated[
+        Path | None, typer.Option(metavar="PNG", help="A picture of the first modes and eigenvalues.")
+    ] = None,
+) -> None:
+    """Compute the leading eigenpairs of the diffusion operator, which are those of the Laplacian.
+
+    Writes `values` λ, `frequencies` −(2/σ²) log λ, `vectors`, `residuals`, `mass`, `sigma`, `points` and `faces`.
+    """
+    with one_sentence():
+        can_write(out, (".npz",))
+        if plot is not None:
+            can_write(plot, (".png",))
+        shape = _read(file)
+        length = bandwidth(sigma, shape)
+        kernel = shape.kernel(length)
+        found = eigsh(diffusion(kernel, mass=shape.mass if isinstance(shape, Cloud) else None, tol=_TOL), k=k)
+        width = kernel.effective_sigma(2) if isinstance(kernel, MixtureKernel) else length
+        arrays = {
+            "values": found.values.numpy(),
+            "frequencies": laplacian_eigenvalues(found.values, width).numpy(),
+            "vectors": found.vectors.numpy(),
+            "residuals": found.residuals.numpy(),
+            "mass": found.mass.numpy(),
+            "sigma": np.array(length),
+            "points": shape.coordinates if isinstance(shape, Cloud) else shape.kernel(length).points.numpy(),
+        }
+        if isinstance(shape, Cloud) and shape.faces is not None:
+            arrays["faces"] = shape.faces
+        with io.replacing(out) as target:
+            np.savez(target, **arrays)
+        if plot is not None:
+            with io.replacing(plot) as picture:
+                draw_modes(picture, arrays["points"], arrays["vectors"], arrays["frequencies"])
+        first, last, worst = float(found.values[0]), float(found.values[-1]), float(found.residuals.max())
+        typer.echo(
+            f"{out}: {k} eigenpairs of {len(arrays['points']):,} points with σ = {length:.4g}, "
+            f"λ from {first:.4g} to {last:.4g}, residuals up to {worst:.0e}"
+        )
+
+
+def mass(
+    file: File,
+    out: Output,
+    sigma: Annotated[
+        str | None, typer.Option(help=f"{_ABOUT_SIGMA} By default areas for meshes and 3x for clouds.")
+    ] = None,
+) -> None:
+    """Weigh points by how much of the shape each stands for, and write it as the attribute `mass`.
+
+    These are the areas about the vertices of a mesh, which sum to its area; of a cloud, or with a bandwidth, one over
+    the density of points there, which sums to 1.
+    """
+    with one_sentence():
+        can_write(out, (".ply", ".npz"))
+        cloud = _cloud(file)
+        if cloud.faces is not None and sigma is None:
+            masses, what = vertex_areas(cloud.points, cloud.faces), "areas"
+        else:
+            length = bandwidth(sigma or "3x", cloud)
+            masses, what = density(cloud.points, length), f"1 / density with σ = {length:.4g}"
+        io.write(out, cloud.with_attributes(mass=masses))
+        low, middle, high = np.quantile(masses, [0, 0.5, 1])
+        total = masses.sum(dtype=np.float64)
+        typer.echo(f"{out}: {what}; sum {total:.4g}, least {low:.3g}, median {middle:.3g}, most {high:.3g}")
+
+
+def _read(file: Path) -> Cloud | Grid:
+    with Console(stderr=True).status(f"reading {file}"):
+        return io.read(file)
+
+
+def _cloud(file: Path) -> Cloud:
+    shape = _read(file)
+    if isinstance(shape, Grid):
+        raise ValueError(f"{file} holds a grid, and this takes clouds, meshes and splats.")
+    return shape
+
+
+def _signal(cloud: Cloud, name: str) -> Array:
+    """Positions or an attribute as columns (N, C)."""
+    if name != "xyz" and name not in cloud.attributes:
+        known = ", ".join(["xyz", *cloud.attributes])
+        raise ValueError(f"--signal should be one of {known}; got {name!r}.")
+    values = cloud.points if name == "xyz" else cloud.attributes[name].reshape(len(cloud), -1)
+    count = int((~np.isfinite(values)).any(1).sum())
+    if count:
+        raise ValueError(f"The attribute `{name}` is NaN or infinite at {count} of the {len(cloud)} points.")
+    return values
+
+
+def _as_before(smooth: Array, attribute: Array, values: Array) -> Array:
+    """In shape and type those of the attribute; whole numbers are rounded."""
+    if attribute.dtype.kind != "f":
+        smooth = np.clip(np.rint(smooth), values.min(), values.max())
+    return smooth.reshape(attribute.shape).astype(attribute.dtype)
+
+
+def _suggestion(spacing: float, extent: float) -> str:
+    """From where points see a few neighbours to where they see a part of the shape."""
+    near, far = 2 * spacing, 0.1 * extent
+    if near == 0:
+        return "none: all points are in one place"
+    return f"{near:.3g} (2x) to {far:.3g} (10%)" if far > near else f"{near:.3g} (2x) or more"
+
+
+def _cloud_facts(cloud: Cloud) -> list[tuple[str, str]]:
+    kind = "splats" if cloud.splats is not None else "a cloud" if cloud.faces is None else "a mesh"
+    low, high = cloud.box
+    facts = [("what", kind), ("points", f"{len(cloud):,}")]
+    if cloud.faces is not None:
+        area = vertex_areas(cloud.points, cloud.faces).sum(dtype=np.float64)
+        facts += [("faces", f"{len(cloud.faces):,}"), ("area", f"{area:.4g}")]
+    facts.append(("box", f"{' × '.join(f'{size:.4g}' for size in high - low)}, from ({_numbers(low, cloud.extent)})"))
+    if cloud.offset.any():
+        facts.append(("offset", f"({_numbers(cloud.offset, cloud.extent)}), taken off before float32, and added again"))
+    facts += [("extent", f"{cloud.extent:.4g}"), ("spacing", f"{cloud.spacing:.4g}")]
+    by_type: dict[str, list[str]] = {}
+    for name, values in cloud.attributes.items():
+        by_type.setdefault(f"{values.dtype}{list(values.shape[1:]) or ''}", []).append(name)
+    named = "; ".join(f"{_some(names)} ({kind})" for kind, names in by_type.items())
+    return [*facts, ("attributes", named or "none")]
+
+
+def _grid_facts(grid: Grid) -> list[tuple[str, str]]:
+    kind = "a mask" if grid.values.dtype.kind == "b" else "weights"
+    return [
+        ("what", f"a grid, {kind}"),
+        ("voxels", f"{int((grid.values > 0).sum()):,} of {' × '.join(map(str, grid.values.shape))}"),
+        ("extent", f"{grid.extent:.4g}"),
+        ("spacing", " × ".join(f"{size:.4g}" for size in grid.spacing)),
+    ]
+
+
+def _numbers(values: Array, extent: float) -> str:
+    """Coordinates with as many digits as tell places of the shape apart."""
+    digits = max(0, 3 - math.floor(math.log10(extent or 1.0)))
+    return ", ".join(f"{value:.{digits}f}" for value in values)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names) if len(names) <= 12 else f"{', '.join(names[:10])}, … {names[-1]}"

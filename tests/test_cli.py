@@ -1,0 +1,231 @@
+"""The commands that go from file to file: their numbers are those of the library, and what is wrong takes one line."""
+
+import numpy as np
+import pytest
+import torch
+from test_io import SPHERE, UTM, WHOLE, saved, splats
+from typer.testing import CliRunner
+
+import qattn
+from qattn import io
+from qattn.cli import app
+from qattn.cli.sigma import bandwidth
+
+pytestmark = pytest.mark.usefixtures("_one_thread")
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def run(*command):
+    result = CliRunner().invoke(app, [str(word) for word in command])
+    assert result.exit_code == 0, result.output
+    return " ".join(result.output.split())
+
+
+def arrays(path):
+    with np.load(path) as archive:
+        return dict(archive)
+
+
+def cloud(n=300, **attributes):
+    x = torch.nn.functional.normalize(torch.randn(n, 3), dim=-1).numpy()
+    made = io.Cloud(x.astype(np.float64)).with_attributes(**attributes)
+    io.write("in.ply", made)
+    return made
+
+
+def sphere():
+    io.write("in.ply", io.Cloud(SPHERE.vertices.view(np.ndarray).copy(), SPHERE.faces.view(np.ndarray).copy()))
+    return io.read("in.ply")
+
+
+def test_a_bandwidth_is_a_length_spacings_or_a_part_of_the_extent():
+    made = cloud()
+    assert bandwidth("0.05", made) == 0.05
+    assert bandwidth("5e-2", made) == 0.05
+    assert bandwidth("3x", made) == 3 * made.spacing
+    assert bandwidth("2.5 %", made) == pytest.approx(0.025 * made.extent)
+    assert bandwidth("2x", io.Grid(np.ones((2, 2), bool), (1.0, 3.0))) == 4
+    for wrong in ("0", "-1", "x", "3y", "%", "1.2.3", "nan", "inf", "", "1e999", "3x%"):
+        with pytest.raises(ValueError, match="--sigma should be a positive length"):
+            bandwidth(wrong, made)
+    with pytest.raises(ValueError, match="in one place"):
+        bandwidth("3x", io.Cloud(np.ones((2, 3))))
+
+
+def test_info_tells_what_there_is(tmp_path):
+    made = sphere()
+    text = run("info", "in.ply")
+    for fact in ("what a mesh", "points 42", "faces 80", f"spacing {made.spacing:.4g}", f"extent {made.extent:.4g}"):
+        assert fact in text
+    assert f"suggested σ {2 * made.spacing:.3g} (2x)" in text
+    for name, facts in {
+        "splats.ply": ["what splats", "points 20", "nx, ny, nz", "… rot_3 (float32)"],
+        "scan.las": ["offset (500123.499, 5412345.5", "return_number", "height (float32)"],
+        "mask.nii": ["a grid, a mask", "24 of 4 × 5 × 6", "spacing 1 × 2 × 3"],
+    }.items():
+        (tmp_path / name).write_bytes(WHOLE[name])
+        text = run("info", name)
+        for fact in facts:
+            assert fact in text
+    io.write("one.npz", io.Cloud(np.ones((3, 2))))
+    assert "all points are in one place" in run("info", "one.npz")
+
+
+@pytest.mark.parametrize("ending", ["ply", "npz"])
+def test_diffuse_moves_points_as_the_operator_does(ending):
+    made = cloud(heat=np.arange(300.0))
+    text = run("diffuse", "in.ply", "--sigma", "3x", "--steps", 2, "-o", f"out.{ending}")
+    out = io.read(f"out.{ending}")
+    expected = qattn.diffusion(made.points, 3 * made.spacing, tol=1e-6).power(2, made.points)
+    assert np.abs(out.points - expected).max() < 1e-3
+    assert (out.attributes["heat"] == made.attributes["heat"]).all()
+    assert f"σ = {3 * made.spacing:.4g}, 2 times; points moved by" in text
+    run("diffuse", "in.ply", "--sigma", repr(3 * made.spacing), "--steps", 2, "-o", "same.ply")
+    assert (io.read("same.ply").coordinates == out.coordinates).all()
+
+
+def test_diffuse_smooths_attributes_and_leaves_the_rest():
+    height = np.random.default_rng(0).normal(size=300).astype(np.float32)
+    made = cloud(
+        height=height, flat=np.full(300, 7.25), red=np.full(300, 200, np.uint8), big=1e9 + height.astype(float)
+    )
+    run("diffuse", "in.ply", "--sigma", "0.3", *(f"--signal={name}" for name in made.attributes), "-o", "out.ply")
+    out = io.read("out.ply")
+    assert (out.coordinates == made.coordinates).all()
+    assert (out.attributes["flat"] == 7.25).all()
+    assert (out.attributes["red"] == 200).all()
+    assert out.attributes["red"].dtype == np.uint8
+    expected = qattn.diffusion(made.points, 0.3, tol=1e-6) @ height
+    assert np.abs(out.attributes["height"] - expected).max() < 1e-3
+    assert np.abs(out.attributes["big"] - 1e9 - expected).max() < 1e-3  # the mean is taken off before float32
+    assert out.attributes["height"].std() < 0.5 * height.std()
+
+
+def test_diffuse_weighs_the_vertices_of_a_mesh_by_area():
+    made = sphere()
+    run("diffuse", "in.ply", "--sigma", 0.5, "-o", "out.ply")
+    out = io.read("out.ply")
+    expected = qattn.diffusion(made.points, 0.5, qattn.mass.vertex_areas(made.points, made.faces), tol=1e-6)
+    assert np.abs(out.points - expected @ made.points).max() < 1e-3
+    assert (out.faces == made.faces).all()
+
+
+def test_diffuse_far_from_the_origin_keeps_the_origin(tmp_path):
+    (tmp_path / "scan.laz").write_bytes(WHOLE["scan.laz"])
+    run("diffuse", "scan.laz", "--sigma", "1e-3", "-o", "out.ply")  # less than the spacing, so that nothing moves
+    assert np.abs(io.read("out.ply").coordinates - io.read("scan.laz").coordinates).max() < 1e-4
+    run("diffuse", "scan.laz", "--sigma", "50%", "-o", "out.ply")
+    assert np.abs(io.read("out.ply").coordinates.mean(0) - UTM - 0.5).max() < 0.1
+
+
+def test_diffuse_takes_splats_as_the_mixture_that_they_are(tmp_path):
+    (tmp_path / "in.ply").write_bytes(splats()[0])
+    run("diffuse", "in.ply", "--sigma", 0.5, "--signal", "f_dc_0", "-o", "out.ply")
+    before, after = io.read("in.ply"), io.read("out.ply")
+    q = qattn.diffusion(qattn.MixtureKernel.from_splats(*before.splats, sigma=0.5), tol=1e-6)
+    assert np.abs(after.attributes["f_dc_0"] - q @ before.attributes["f_dc_0"]).max() < 1e-3
+    assert list(after.attributes) == list(before.attributes)
+
+
+def test_spectrum_is_that_of_eigsh():
+    made = sphere()
+    text = run("spectrum", "in.ply", "-k", 9, "--sigma", "1x", "-o", "out.npz")
+    found = arrays("out.npz")
+    q = qattn.diffusion(made.points, made.spacing, made.mass, tol=1e-4)
+    expected = qattn.eigsh(q, k=9)
+    assert np.abs(found["values"] - expected.values.numpy()).max() < 1e-5
+    assert np.allclose(found["frequencies"], -2 / made.spacing**2 * np.log(found["values"]), atol=1e-4)
+    gram = found["vectors"].T @ (found["mass"][:, None] * found["vectors"])
+    assert np.abs(gram - np.eye(9)).max() < 1e-4
+    assert found["sigma"] == made.spacing
+    assert (found["points"] == made.coordinates).all()
+    assert (found["faces"] == made.faces).all()
+    assert "9 eigenpairs of 42 points" in text
+    assert io.read("out.npz").attributes["vectors"].shape == (42, 9)
+
+
+def test_spectrum_of_grids_and_splats(tmp_path):
+    (tmp_path / "mask.nii").write_bytes(WHOLE["mask.nii"])
+    run("spectrum", "mask.nii", "-k", 4, "--sigma", 2, "-o", "out.npz")
+    grid = io.read("mask.nii")
+    expected = qattn.eigsh(qattn.diffusion(grid.kernel(2.0), tol=1e-4), k=4)
+    assert np.abs(arrays("out.npz")["values"] - expected.values.numpy()).max() < 1e-5
+    assert arrays("out.npz")["points"].shape == (24, 3)
+    (tmp_path / "splats.ply").write_bytes(WHOLE["splats.ply"])
+    run("spectrum", "splats.ply", "-k", 3, "--sigma", 1, "-o", "out.npz")
+    width = io.read("splats.ply").kernel(1.0).effective_sigma(2)
+    found = arrays("out.npz")
+    assert np.allclose(found["frequencies"], -2 / width**2 * np.log(found["values"]), atol=1e-4)
+
+
+@pytest.mark.parametrize("k", [1, 4])
+def test_spectrum_draws(tmp_path, k):
+    sphere()
+    run("spectrum", "in.ply", "-k", k, "-o", "out.npz", "--plot", "out.png")
+    assert (tmp_path / "out.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_mass_of_meshes_is_area_and_of_clouds_one_over_density():
+    made = sphere()
+    text = run("mass", "in.ply", "-o", "out.ply")
+    out = io.read("out.ply")
+    assert out.attributes["mass"].sum(dtype=np.float64) == pytest.approx(SPHERE.area, rel=1e-5)
+    assert f"sum {SPHERE.area:.4g}" in text
+    assert (out.faces == made.faces).all()
+    run("mass", "in.ply", "--sigma", 0.4, "-o", "out.npz")
+    assert np.allclose(io.read("out.npz").mass, qattn.mass.density(made.points, 0.4))
+    made = cloud()
+    run("mass", "in.ply", "-o", "out.ply")
+    assert np.allclose(io.read("out.ply").mass, qattn.mass.density(made.points, 3 * made.spacing))
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("info none.ply", "none.ply: No such file or directory."),
+        ("info cut.ply", "cut.ply cannot be used: it is not as long as its header says,"),
+        ("diffuse in.ply --sigma 3y -o out.ply", "--sigma should be a positive length"),
+        ("diffuse in.ply --sigma 3x -o out.stl", "out.stl should end in .ply or .npz"),
+        ("diffuse in.ply --sigma 3x -o no/out.ply", "there is no directory no"),
+        ("diffuse in.ply --sigma 3x -o out.ply --signal red", "--signal should be one of xyz, hole; got 'red'."),
+        ("diffuse in.ply --sigma 3x -o out.ply --signal hole", "`hole` is NaN or infinite at 1 of the 300 points"),
+        ("diffuse in.ply --sigma 3x -o out.ply --steps 0", "`--steps` should be an integer of at least 1"),
+        ("diffuse mask.npy --sigma 3x -o out.ply", "mask.npy holds a grid"),
+        ("spectrum in.ply -k 301 -o out.npz", "`k` should be at most the number of points"),
+        ("spectrum in.ply -o out.ply", "out.ply should end in .npz"),
+        ("spectrum in.ply -o out.npz --plot out.gif", "out.gif should end in .png"),
+        ("mass mask.npy -o out.ply", "mask.npy holds a grid"),
+    ],
+)
+def test_what_is_wrong_takes_one_line_and_exit_code_2(tmp_path, command, message):
+    hole = np.zeros(300)
+    hole[0] = np.nan
+    cloud(hole=hole)
+    (tmp_path / "cut.ply").write_bytes(WHOLE["binary.ply"][:-5])
+    (tmp_path / "mask.npy").write_bytes(saved(np.save, np.ones((2, 2, 2), bool)))
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    result = CliRunner().invoke(app, command.split())
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stdout == ""
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_warnings_take_one_line_each(monkeypatch):
+    monkeypatch.setattr("qattn.cli.files._TOL", 0.0)  # which cannot be met
+    cloud()
+    result = CliRunner().invoke(app, ["spectrum", "in.ply", "-k", "299", "--sigma", "200%", "-o", "out.npz"])
+    assert result.exit_code == 0
+    assert "Warning: " in result.stderr
+    assert "eigenvalues of Q are 0 or less" in result.stderr
+    assert all(line.startswith("Warning: ") for line in result.stderr.splitlines())
+
+
+def test_every_command_explains_itself():
+    for command in ("info", "diffuse", "spectrum", "mass"):
+        assert "FILE" in run(command, "--help")

@@ -1,0 +1,413 @@
+"""Files: all formats as other programs write them, coordinates far from 0, damage, and writes that fail."""
+
+import contextlib
+import gzip
+import struct
+import sys
+from io import BytesIO
+
+import laspy
+import nibabel
+import nrrd
+import numpy as np
+import pytest
+import trimesh
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import qattn
+from qattn import io
+
+UTM = np.array([500_123.0, 5_412_345.0, 120.0])
+X = np.random.default_rng(0).random((40, 3))
+HEIGHT = np.linspace(-1, 1, 40, dtype=np.float32)
+SPHERE = trimesh.creation.icosphere(1)
+COLOURS = np.random.default_rng(0).integers(0, 255, (len(SPHERE.vertices), 4)).astype(np.uint8)
+BOX = np.zeros((4, 5, 6), np.uint8)
+BOX[1:3, 1:4, 1:5] = 2
+
+
+def coloured():
+    mesh = SPHERE.copy()
+    mesh.visual.vertex_colors = COLOURS
+    return mesh
+
+
+def splats(n=20):
+    """A PLY file as programs of Gaussian splatting write it: binary, float32, zero normals, coefficients of colour."""
+    names = ["x", "y", "z", "nx", "ny", "nz", "f_dc_0", "f_dc_1", "f_dc_2", *(f"f_rest_{i}" for i in range(9))]
+    names += ["opacity", "scale_0", "scale_1", "scale_2", "rot_0", "rot_1", "rot_2", "rot_3"]
+    rows = np.random.default_rng(1).normal(size=(n, len(names))).astype("<f4")
+    header = ["ply", "format binary_little_endian 1.0", f"element vertex {n}"]
+    header += [f"property float {name}" for name in names]
+    return "\n".join([*header, "end_header\n"]).encode() + rows.tobytes(), dict(zip(names, rows.T, strict=True))
+
+
+def las(version="1.2", point_format=3, compress=False):
+    header = laspy.LasHeader(point_format=point_format, version=version)
+    header.offsets, header.scales = [5e5, 5.4e6, 0.0], [1e-4] * 3
+    header.add_extra_dim(laspy.ExtraBytesParams("height", "f4"))
+    data = laspy.LasData(header)
+    data.x, data.y, data.z = (UTM + X).T
+    data.intensity, data.height = np.arange(40), HEIGHT
+    target = BytesIO()
+    data.write(target, do_compress=compress)
+    return target.getvalue()
+
+
+def saved(save, *args, **kwargs):
+    target = BytesIO()
+    save(target, *args, **kwargs)
+    return target.getvalue()
+
+
+def nrrd_file(encoding):
+    data = {"gzip": gzip.compress(BOX.tobytes("F")), "raw": BOX.tobytes("F")}[encoding]
+    header = f"NRRD0004\ntype: uint8\ndimension: 3\nsizes: 4 5 6\nspacings: 1 2 3\nencoding: {encoding}\n\n"
+    return header.encode() + data
+
+
+def text(separator, header=""):
+    rows = [separator.join(f"{number:.17g}" for number in [*x, h]) for x, h in zip(X, HEIGHT, strict=True)]
+    return "\n".join([header, *rows] if header else rows).encode()
+
+
+def exported(mesh, kind, **options):
+    data = mesh.export(file_type=kind, **options)
+    return data if isinstance(data, bytes) else data.encode()
+
+
+IMAGE = nibabel.Nifti1Image(BOX, np.diag([1.0, 2.0, 3.0, 1.0]))
+WHOLE = {
+    "binary.ply": exported(coloured(), "ply"),
+    "ascii.ply": exported(coloured(), "ply", encoding="ascii"),
+    "splats.ply": splats()[0],
+    "mesh.obj": exported(coloured(), "obj"),
+    "mesh.off": exported(SPHERE, "off"),
+    "mesh.stl": exported(SPHERE, "stl"),
+    "ascii.stl": exported(SPHERE, "stl_ascii"),
+    "mesh.glb": exported(coloured(), "glb"),
+    "scan.las": las(),
+    "new.las": las("1.4", 6),
+    "scan.laz": las(compress=True),
+    "named.csv": text(",", "X,Y,Z,height"),
+    "comment.txt": text(" ", "# x y z height"),
+    "bare.xyz": text("\t"),
+    "array.npy": saved(np.save, X),
+    "arrays.npz": saved(np.savez, points=X, height=HEIGHT, faces=np.array([[0, 1, 2]]), title="none of these"),
+    "mask.npy": saved(np.save, BOX > 0),
+    "mask.npz": saved(np.savez, mask=BOX > 0, spacing=np.array([1.0, 2.0, 3.0])),
+    "mask.nii": IMAGE.to_bytes(),
+    "mask.nii.gz": gzip.compress(IMAGE.to_bytes()),
+    "second.nii": nibabel.Nifti2Image(BOX, IMAGE.affine).to_bytes(),
+    "raw.nrrd": nrrd_file("raw"),
+    "gzip.nrrd": nrrd_file("gzip"),
+}
+GRIDS = [name for name in WHOLE if name.split(".")[0] in ("mask", "second", "raw", "gzip")]
+
+
+def read(tmp_path, name, data=None):
+    (tmp_path / name).write_bytes(WHOLE[name] if data is None else data)
+    return io.read(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["binary.ply", "ascii.ply", "mesh.obj", "mesh.off", "mesh.glb"])
+def test_meshes_keep_the_order_of_their_vertices(tmp_path, name):
+    cloud = read(tmp_path, name)
+    assert np.allclose(cloud.points, SPHERE.vertices, atol=1e-6)
+    assert (cloud.faces == SPHERE.faces).all()
+    assert np.isclose(cloud.mass.sum(), SPHERE.area, rtol=1e-5)
+    colours = [cloud.attributes[key] for key in ("red", "green", "blue") if key in cloud.attributes]
+    assert name == "mesh.off" or (np.column_stack(colours) == COLOURS[:, :3]).all()
+
+
+@pytest.mark.parametrize("name", ["mesh.stl", "ascii.stl"])
+def test_corners_in_one_place_are_one_vertex(tmp_path, name):
+    cloud = read(tmp_path, name)
+    assert len(cloud) == len(SPHERE.vertices)
+    assert np.isclose(cloud.mass.sum(), SPHERE.area, rtol=1e-5)
+
+
+def test_a_scene_is_one_cloud_where_its_parts_are(tmp_path):
+    scene = trimesh.Scene([SPHERE, trimesh.PointCloud(X)])
+    scene.add_geometry(SPHERE, transform=trimesh.transformations.translation_matrix([5, 0, 0]))
+    cloud = read(tmp_path, "scene.glb", exported(scene, "glb"))
+    assert len(cloud) == 2 * len(SPHERE.vertices) + 40
+    assert len(cloud.faces) == 2 * len(SPHERE.faces)
+    assert np.isclose(cloud.points[:, 0].max(), 6, atol=1e-5)
+    assert np.isclose(np.asarray(qattn.mass.vertex_areas(cloud.points, cloud.faces)).sum(), 2 * SPHERE.area, rtol=1e-5)
+
+
+def test_a_cloud_without_faces_is_no_mesh(tmp_path):
+    cloud = read(tmp_path, "cloud.obj", b"v 0 0 0\nv 1 0 0\nv 0 1 0\n")
+    assert cloud.faces is None
+    assert cloud.mass is None
+    assert len(read(tmp_path, "cloud.off", b"OFF\n2 0 0\n0 0 0\n1 0 0\n")) == 2
+
+
+def test_splats_give_what_their_kernel_takes(tmp_path):
+    cloud, columns = read(tmp_path, "splats.ply"), splats()[1]
+    means, scales, turns, logits = cloud.splats
+    assert (means == np.column_stack([columns[axis] for axis in "xyz"])).all()
+    assert (scales[:, 1] == columns["scale_1"]).all()
+    assert (turns[:, 3] == columns["rot_3"]).all()
+    assert (logits == columns["opacity"]).all()
+    assert isinstance(cloud.kernel(0.5), qattn.MixtureKernel)
+    assert list(cloud.attributes) == [name for name in columns if name not in "xyz"]
+    assert read(tmp_path, "array.npy").splats is None
+
+
+@pytest.mark.parametrize("name", ["scan.las", "new.las", "scan.laz"])
+def test_las_coordinates_keep_their_millimetres(tmp_path, name):
+    cloud = read(tmp_path, name)
+    assert np.abs(cloud.coordinates - (UTM + X)).max() < 1e-4
+    assert np.abs(cloud.points + cloud.offset - (UTM + X)).max() < 1e-4
+    assert cloud.points.dtype == np.float32
+    assert (cloud.attributes["intensity"] == np.arange(40)).all()
+    assert (cloud.attributes["height"] == HEIGHT).all()
+
+
+@pytest.mark.parametrize("ending", ["ply", "npz"])
+def test_what_is_far_from_0_is_shifted_and_put_back(tmp_path, ending):
+    x = UTM + X
+    x[1] = x[0] + [0, 1e-4, 0]  # a tenth of a millimetre; float32 has steps of half a metre there
+    cloud = io.Cloud(x)
+    assert np.isclose((cloud.points[1] - cloud.points[0])[1], 1e-4, rtol=1e-2)
+    path = tmp_path / f"out.{ending}"
+    io.write(path, cloud)
+    assert (io.read(path).coordinates == x).all()
+    io.write(path, cloud.moved(cloud.points + np.float32(0.25)))
+    assert np.abs(io.read(path).coordinates - x - 0.25).max() < 1e-6
+    near = io.Cloud(X)
+    assert (near.offset == 0).all()
+    assert (near.points == X.astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("name", ["named.csv", "comment.txt", "bare.xyz"])
+def test_columns_of_text(tmp_path, name):
+    cloud = read(tmp_path, name)
+    assert (cloud.coordinates == X).all()
+    assert (cloud.attributes["column_4" if name == "bare.xyz" else "height"] == HEIGHT).all()
+
+
+def test_columns_are_found_by_name(tmp_path):
+    cloud = read(tmp_path, "a.csv", b"id;z;x;y\n7;3;1;2\n8;6;4;5\n")
+    assert cloud.coordinates.tolist() == [[1, 2, 3], [4, 5, 6]]
+    assert cloud.attributes["id"].tolist() == [7, 8]
+    assert read(tmp_path, "plane.txt", b"0 1\n2 3\n").points.shape == (2, 2)
+    assert read(tmp_path, "counted.xyz", b"2\n0 1 2\n2 3 4\n").points.shape == (2, 3)
+
+
+def test_arrays(tmp_path):
+    assert (read(tmp_path, "array.npy").coordinates == X).all()
+    cloud = read(tmp_path, "arrays.npz")
+    assert list(cloud.attributes) == ["height"]
+    assert cloud.faces.tolist() == [[0, 1, 2]]
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_grids(tmp_path, name):
+    grid = read(tmp_path, name)
+    assert grid.values.dtype == bool
+    assert (grid.values == (BOX > 0)).all()
+    assert grid.spacing == ((1, 1, 1) if name == "mask.npy" else (1, 2, 3))
+    assert np.isclose(grid.extent, np.linalg.norm([h * n for h, n in zip(grid.spacing, (1, 2, 3), strict=True)]))
+    assert grid.kernel(1.0).shape == (24, 24)
+
+
+def test_a_grid_of_floating_point_is_weights(tmp_path):
+    weights = BOX * np.float32(0.25)
+    image = nibabel.Nifti1Image(weights[..., None], IMAGE.affine)  # with an axis of time, as some write it
+    assert (read(tmp_path, "w.nii", image.to_bytes()).values == weights).all()
+    turned = {"space dimension": 3, "space directions": np.array([[0, 1, 0], [2, 0, 0], [0, 0, 3.0]])}
+    nrrd.write(str(tmp_path / "w.nrrd"), weights, turned)
+    assert io.read(tmp_path / "w.nrrd").spacing == (1, 2, 3)
+    with pytest.raises(ValueError, match="should not be negative"):
+        read(tmp_path, "w.npy", saved(np.save, -weights))
+
+
+@pytest.mark.parametrize("ending", ["ply", "npz"])
+@pytest.mark.parametrize("name", [name for name in WHOLE if name not in GRIDS])
+def test_what_was_read_is_written_and_read_again(tmp_path, name, ending):
+    cloud = read(tmp_path, name)
+    io.write(tmp_path / f"out.{ending}", cloud.with_attributes(heat=HEIGHT[:1].repeat(len(cloud)), wide=cloud.points))
+    again = io.read(tmp_path / f"out.{ending}")
+    assert again.coordinates.dtype == cloud.coordinates.dtype
+    assert (again.coordinates == cloud.coordinates).all()
+    assert (cloud.faces is None and again.faces is None) or (again.faces == cloud.faces).all()
+    for key, values in cloud.attributes.items():
+        assert (again.attributes[key] == values).all()
+        assert again.attributes[key].dtype == values.dtype
+    assert (again.attributes["heat"] == HEIGHT[0]).all()
+    wide = again.attributes["wide"] if ending == "npz" else np.column_stack(list(again.attributes.values())[-3:])
+    assert (wide == cloud.points).all()
+
+
+def test_trimesh_reads_what_is_written(tmp_path):
+    io.write(tmp_path / "out.ply", io.Cloud(SPHERE.vertices.view(np.ndarray), SPHERE.faces.view(np.ndarray)))
+    mesh = trimesh.load_mesh(tmp_path / "out.ply", process=False)
+    assert np.allclose(mesh.vertices, SPHERE.vertices)
+    assert (mesh.faces == SPHERE.faces).all()
+
+
+def test_types_that_ply_lacks_become_others(tmp_path):
+    given = {
+        "is it": X[:, 0] > 0.5,
+        "half": HEIGHT.astype(np.float16),
+        "long": np.arange(40),
+        "longer": np.arange(40) + 2**40,
+    }
+    io.write(tmp_path / "out.ply", io.Cloud(X).with_attributes(**given))
+    found = io.read(tmp_path / "out.ply").attributes
+    assert [str(found[key].dtype) for key in ("is_it", "half", "long", "longer")] == [
+        "uint8",
+        "float32",
+        "int32",
+        "float64",
+    ]
+    for key, values in given.items():
+        assert (found["_".join(key.split())] == values).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("a.ply", b"", "is empty"),
+        ("a.doc", b"text", "one of ply, obj"),
+        ("a.ply", b"ply\nformat ascii 1.0\nelement vertex 0\nproperty float x\nend_header\n", "holds no points"),
+        ("a.ply", WHOLE["binary.ply"][:-5], "not as long as its header says"),
+        ("a.ply", WHOLE["ascii.ply"][:-300], "fewer face rows"),
+        ("a.obj", b"v 0 0 0\nv 1 0 0\nv 0 nan 0\nf 1 2 3\n", "1 of the 3 points are not finite"),
+        ("a.las", WHOLE["scan.las"][:-200], "damaged, cut short or no LAS file"),
+        ("a.xyz", b"C 0 0 0\nH 1 0 0\n", "no line of it starts with two numbers"),
+        ("a.csv", b"x,y,z\n0,0,0\n1,1\n", "columns changed"),
+        ("a.npy", saved(np.save, np.array(["text"])), "an array of real numbers"),
+        ("a.npy", saved(np.save, X[0]), "should have shape"),
+        ("a.npz", saved(np.savez, other=X), "it holds other"),
+        ("a.npz", saved(np.savez, points=X * 1j), "should be real numbers"),
+        ("a.npz", saved(np.savez, points=X, faces=np.array([[0, 1, 40]])), "number points from 0 to 40"),
+        ("a.npy", saved(np.save, np.zeros((2, 2, 2), bool)), "at least one occupied voxel"),
+        ("a.nrrd", WHOLE["raw.nrrd"].replace(b"spacings", b"data file: other.raw\nspacings"), "in another file"),
+        ("a.nrrd", WHOLE["raw.nrrd"].replace(b"spacings", b"line skip: 99999999999\nspacings"), "fewer lines"),
+        ("a.las", las()[:100] + b"\xff" * 4 + las()[104:], "fewer records than its header says"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_sentence(tmp_path, name, data, message):
+    with pytest.raises(ValueError, match=message) as error:
+        read(tmp_path, name, data)
+    assert "\n" not in str(error.value)
+    assert str(tmp_path / name) in str(error.value)
+
+
+@pytest.mark.parametrize("name", sorted(WHOLE))
+@settings(max_examples=30, deadline=5000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_damaged_files_are_refused_or_read(tmp_path, name, data):
+    whole = bytearray(WHOLE[name])
+    kind = data.draw(st.sampled_from(["cut", "bytes", "header", "random"]))
+    if kind == "cut":
+        whole = whole[: data.draw(st.integers(0, len(whole)))]
+    elif kind == "random":
+        whole = data.draw(st.binary(max_size=300))
+    else:
+        last = min(len(whole), 400) if kind == "header" else len(whole)
+        for _ in range(data.draw(st.integers(1, 4))):
+            whole[data.draw(st.integers(0, last - 1))] = data.draw(st.sampled_from([0, 57, 127, 128, 255]))
+    with contextlib.suppress(ValueError):
+        read(tmp_path, name, bytes(whole))
+
+
+@pytest.mark.parametrize(
+    "name", ["binary.ply", "splats.ply", "scan.las", "scan.laz", "array.npy", "arrays.npz", "raw.nrrd"]
+)
+def test_a_file_that_is_cut_short_is_never_read(tmp_path, name):
+    whole = WHOLE[name]
+    for size in [*range(0, len(whole), max(1, len(whole) // 25)), len(whole) - 1]:
+        with pytest.raises(ValueError, match=name):
+            read(tmp_path, name, whole[:size])
+
+
+def test_damage_at_which_lazrs_would_end_the_process(tmp_path):
+    whole = WHOLE["scan.laz"]
+    start = struct.unpack_from("<I", whole, 96)[0]
+    table = struct.unpack_from("<q", whole, start)[0]
+    with pytest.raises(ValueError, match="fewer chunks than its table says"):
+        read(tmp_path, "scan.laz", whole[: table + 4] + b"\xff" * 4 + whole[table + 8 :])
+    size = whole.find(b"laszip encoded") - 2 + 54 + 36  # of the first item of a point, in the record of laszip
+    assert struct.unpack_from("<H", whole, size)[0] == 20
+    with pytest.raises(ValueError, match="damaged, cut short or no LAZ file"):
+        read(tmp_path, "scan.laz", whole[:size] + b"\xff\x00" + whole[size + 2 :])
+
+
+def test_libraries_that_log_stay_silent(tmp_path, capfd):
+    for name in WHOLE:
+        with contextlib.suppress(ValueError):
+            read(tmp_path, name, WHOLE[name][: len(WHOLE[name]) // 2])
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_missing_library_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "laspy", None)
+    with pytest.raises(ModuleNotFoundError, match=r"Reading \.las needs laspy\. Install it with"):
+        read(tmp_path, "scan.las")
+
+
+@pytest.mark.parametrize("ending", ["ply", "npz"])
+def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch, ending):
+    path = tmp_path / f"out.{ending}"
+    io.write(path, io.Cloud(X))
+    before = path.read_bytes()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.replace", full)
+        with pytest.raises(OSError, match="No space left") as error:
+            io.write(path, io.Cloud(X + 1))
+    assert error.value.filename == str(path)
+    reserved = {"ply": "x", "npz": "points"}[ending]
+    with pytest.raises(ValueError, match=f"`{reserved}`"):
+        io.write(path, io.Cloud(X).with_attributes(**{reserved: HEIGHT}))
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_where_and_what_cannot_be_written(tmp_path):
+    with pytest.raises(ValueError, match=r"should end in \.ply or \.npz"):
+        io.write(tmp_path / "out.obj", io.Cloud(X))
+    with pytest.raises(ValueError, match="there is no directory"):
+        io.write(tmp_path / "no" / "out.ply", io.Cloud(X))
+    with pytest.raises(ValueError, match="2 coordinates"):
+        io.write(tmp_path / "out.ply", io.Cloud(X[:, :2].copy()))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_link_is_followed(tmp_path):
+    (tmp_path / "link.ply").symlink_to(tmp_path / "target.ply")
+    io.write(tmp_path / "link.ply", io.Cloud(X))
+    assert (tmp_path / "link.ply").is_symlink()
+    assert len(io.read(tmp_path / "target.ply")) == 40
+
+
+def test_spacing_and_extent_of_a_lattice():
+    lattice = np.stack(np.meshgrid(*3 * [np.arange(5.0)]), axis=-1).reshape(-1, 3) / 2
+    cloud = io.Cloud(np.concatenate([lattice, lattice]))  # every point twice
+    assert np.isclose(cloud.spacing, 0.5)
+    assert np.isclose(cloud.extent, 2 * np.sqrt(3))
+    assert io.Cloud(np.ones((3, 3))).spacing == 0
+
+
+def test_clouds_check_what_they_are_made_of():
+    with pytest.raises(ValueError, match="float32 or float64"):
+        io.Cloud(np.zeros((3, 3), int))
+    with pytest.raises(ValueError, match="The attribute `a`"):
+        io.Cloud(X).with_attributes(a=np.zeros(3))
+    with pytest.raises(ValueError, match="`faces` should have shape"):
+        io.Cloud(X, np.zeros((0, 3), int))
+
+
+def test_masses_of_the_file_come_first():
+    cloud = io.Cloud(X, np.array([[0, 1, 2]]))
+    assert np.count_nonzero(cloud.mass) == 3
+    assert (cloud.with_attributes(mass=np.ones(40)).mass == 1).all()
