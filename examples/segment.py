@@ -46,15 +46,15 @@ class Animal(NamedTuple):
 def animal(n, seed, contrast=1.0):
     """An animal with a pose and a sample of its own, `contrast` times as dense at one end as at the other."""
     generator = torch.Generator().manual_seed(seed)
+    angle = 2 * math.pi * float(torch.rand((), generator=generator))
+    c, s = math.cos(angle), math.sin(angle)
+    turn = torch.tensor([[c, 0, s], [0, 1, 0], [-s, 0, c]])
     rest, normals = creature(n if contrast == 1 else 8 * n, seed)
     if contrast != 1:
         x = rest[:, 0]
         along = (x - x.min()) / (x.max() - x.min())
         kept = torch.multinomial(contrast ** (along if seed % 2 else 1 - along), n, generator=generator)
         rest, normals = rest[kept], normals[kept]
-    angle = 2 * math.pi * float(torch.rand((), generator=generator))
-    c, s = math.cos(angle), math.sin(angle)
-    turn = torch.tensor([[c, 0, s], [0, 1, 0], [-s, 0, c]])
     points = posed(rest, seed, **POSE) @ turn.T
     points = points - (points.amin(0) + points.amax(0)) / 2  # unlike the mean, the same for all densities
     points = points / points.norm(dim=-1).max()
@@ -172,7 +172,7 @@ def draw(axis, animal, parts, title):
     order = torch.argsort(view[:, 2])
     order = order[facing[order, 2] > -0.2]  # the near ones last
     colours = (COLOURS[parts] * light(facing)).clamp(0, 1)
-    axis.scatter(*view[order, :2].T, c=colours[order], s=6e4 * animal.mass[order], linewidths=0)
+    axis.scatter(*view[order, :2].T, c=colours[order], s=9e4 * animal.mass[order], linewidths=0, clip_on=False)
     axis.set_aspect("equal")
     axis.axis("off")
     axis.set_title(title, fontsize=14)
@@ -231,7 +231,7 @@ def main():
             print()
     dots = [plt.Line2D([], [], ls="", marker="o", ms=10, color=colour) for colour in COLOURS.tolist()]
     figure.legend(dots, CREATURE_PARTS, loc="outside lower center", ncols=K, frameon=False, fontsize=14)
-    figure.savefig(options.output, dpi=70)
+    figure.savefig(options.output, dpi=80)
     print(f"wrote {options.output}")
 
 
