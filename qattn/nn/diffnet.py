@@ -131,8 +131,8 @@ class _Block(nn.Module):
         diffused = rearrange(value, "b h n p -> b n (h p)")
         parts = [x, diffused]
         if slope is not None:
-            # In units of the bandwidth, so that gradients are of one size at all scales.
-            slope = slope * self.diffusion.sigma[:, None, None, None].to(slope)
+            # In the unit of the points: coordinates have slopes near 1 at all scales, so their products tell how the
+            # surface lies. In units of the bandwidth they would be near σ², too small for an MLP to see.
             parts.append(self._products(rearrange(slope, "b h n p d -> b n d (h p)")))
         elif gradients is not None:
             parts.append(self._products(torch.stack([_multiplied(g, diffused) for g in gradients], dim=2)))

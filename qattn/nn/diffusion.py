@@ -27,6 +27,7 @@ class QDiffusion(nn.Module):
         num_scales: The number H of bandwidths.
         sigma: The least and the largest bandwidth to start from, in the unit of the points; the others lie evenly
             between them in logarithm.
+        learn_sigma: Whether the bandwidths are learned; as they are, they save the better part of a backward pass.
         applications: How often the operator is applied, m.
         normalization: "sinkhorn"; "row", "symmetric" and "none" for comparison.
         adjoint: How gradients go through the normalisation: "implicit", "unroll" or "detach".
@@ -50,6 +51,7 @@ class QDiffusion(nn.Module):
         num_scales: int,
         *,
         sigma: tuple[float, float],
+        learn_sigma: bool = True,
         applications: int = 1,
         normalization: str = "sinkhorn",
         adjoint: str = "implicit",
@@ -63,7 +65,8 @@ class QDiffusion(nn.Module):
         low, high = _checks.range_of_bandwidths(sigma)
         self.num_scales = _checks.integer("num_scales", num_scales, 1)
         self.applications = _checks.integer("applications", applications, 1)
-        self.log_sigma = nn.Parameter(torch.linspace(math.log(low), math.log(high), num_scales))
+        scales = torch.linspace(math.log(low), math.log(high), num_scales)
+        self.log_sigma = nn.Parameter(scales, requires_grad=learn_sigma)
         _checks.one_of("normalization", normalization, NORMALIZATIONS)
         _checks.one_of("adjoint", adjoint, ADJOINTS)
         _checks.one_of("iteration", iteration, ITERATIONS)
