@@ -14,7 +14,6 @@ All products are attends, so gradients need no kernel of their own, and the solv
 """
 
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +24,7 @@ from qattn import _checks
 from qattn._eager import eager
 from qattn._progress import Progress
 from qattn.kernels.base import Kernel
+from qattn.pullback import vector_jacobian
 
 __all__ = ["ADJOINTS", "ITERATIONS", "SinkhornResult", "log_of_mass", "sinkhorn"]
 
@@ -227,21 +227,6 @@ def _product(kernel: Kernel, f: Tensor, log_mass: Tensor, x: Tensor, is_transpos
     return apply(kernel, f, f + log_mass, x[..., None])[..., 0]
 
 
-def _vector_jacobian(
-    function: Callable[..., Tensor], inputs: tuple[Tensor, ...], cotangent: Tensor
-) -> list[Tensor | None]:
-    """The pull-back of `function` at `inputs`, and of nothing that they in turn depend on; itself differentiable."""
-    is_recorded = torch.is_grad_enabled()
-    with torch.enable_grad():
-        aliases = [x.view_as(x) if x.requires_grad else x for x in inputs]
-        result = function(*aliases)
-        wanted = [alias for alias in aliases if alias.requires_grad]
-        if not wanted or not result.requires_grad:
-            return [None] * len(inputs)
-        found = iter(torch.autograd.grad(result, wanted, cotangent, create_graph=is_recorded, allow_unused=True))
-    return [next(found) if alias.requires_grad else None for alias in aliases]
-
-
 class _Potential(torch.autograd.Function):
     """The solution f of f + lse(f + log m) = 0, as a function of log m and the kernel."""
 
@@ -262,7 +247,7 @@ class _Potential(torch.autograd.Function):
         def minus_lse(log_mass: Tensor, *tensors: Tensor) -> Tensor:
             return -ctx.kernel.replace(*tensors).attend(f + log_mass).lse
 
-        return None, None, *_vector_jacobian(minus_lse, (log_mass, *tensors), u)
+        return None, None, *vector_jacobian(minus_lse, (log_mass, *tensors), u)
 
 
 class _Solve(torch.autograd.Function):
@@ -294,5 +279,5 @@ class _Solve(torch.autograd.Function):
         def minus_product(f: Tensor, log_mass: Tensor, *tensors: Tensor) -> Tensor:
             return -_product(ctx.kernel.replace(*tensors), f, log_mass, x, ctx.is_transposed)
 
-        grad_f, grad_log_mass, *others = _vector_jacobian(minus_product, (f, log_mass, *tensors), y)
+        grad_f, grad_log_mass, *others = vector_jacobian(minus_product, (f, log_mass, *tensors), y)
         return y, grad_f, grad_log_mass, None, None, *others

@@ -5,9 +5,10 @@ import torch
 from cases import dense
 from torch.autograd import gradcheck, gradgradcheck
 
-from qattn import attend
+from qattn import GaussianKernel, attend
 from qattn.attention import flash_attn
 from qattn.attention.dispatch import BACKENDS
+from qattn.attention.native import Native
 
 CPU = ["native", "sdpa", "reference"]
 
@@ -116,3 +117,42 @@ def test_a_backend_that_cannot_serve_the_backward_pass_leaves_it_to_auto(monkeyp
     (got,) = torch.autograd.grad(attend(points, points, backend=backend.name).lse.sum(), points)
     (expected,) = torch.autograd.grad(dense(points, points)[1].sum(), points)
     torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("method", ["exact", "tiles"])
+@pytest.mark.parametrize("channels", [None, 3])
+def test_derivatives_by_the_bandwidth_alone(method, channels):
+    """From averages of ‖q − k‖² v of the forward pass: those by the points divided by it, and again."""
+    points, biases = torch.rand(2, 20, 3).double(), torch.randn(2, 2, 20).double().requires_grad_()
+    biases.data[0, 1, :5] = -torch.inf  # keys that are left out
+    values = [] if channels is None else [torch.randn(2, 2, 20, channels).double().requires_grad_()]
+    sigma = torch.tensor([0.3, 0.6]).double().requires_grad_()
+
+    def attended(sigma, bias, *values):
+        kernel = GaussianKernel(points, sigma, method=method, tol=1e-12)
+        out, lse = kernel.attend(bias, *values)
+        return lse if out is None else (out, lse)
+
+    assert gradcheck(lambda s, *v: attended(s, biases.detach(), *v), [sigma, *values], atol=1e-6)
+    assert gradgradcheck(lambda s, *v: attended(s, biases.detach(), *v), [sigma, *values], atol=1e-5)
+    results, others = attended(sigma, biases, *values), GaussianKernel(points.requires_grad_(), sigma, method=method)
+    expected = others.attend(biases, *values)
+    pairs = zip([results] if channels is None else results, [x for x in expected if x is not None], strict=True)
+    for got, by_points in pairs:
+        cotangents = torch.randn_like(got)
+        wanted = [sigma, biases, *(values if got.ndim == 4 else [])]
+        torch.testing.assert_close(
+            torch.autograd.grad(got, wanted, cotangents, retain_graph=True),
+            torch.autograd.grad(by_points, wanted, cotangents, retain_graph=True),
+            rtol=1e-6, atol=1e-9,
+        )  # fmt: skip
+
+
+def test_the_bandwidth_alone_spares_a_pass(monkeypatch):
+    """Backward by σ and values is one pass with one channel more than the values, where points need four times that."""
+    widths = []
+    attend = Native.attend
+    monkeypatch.setattr(Native, "attend", lambda self, inputs: widths.append(inputs.channels) or attend(self, inputs))
+    sigma, value = torch.tensor(0.3, requires_grad=True), torch.randn(50, 8, requires_grad=True)
+    GaussianKernel(torch.rand(50, 3), sigma).attend(torch.zeros(50), value).out.square().sum().backward()
+    assert widths == [9]

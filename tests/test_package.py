@@ -17,8 +17,8 @@ ROOT = Path(qattn.__file__).parent
 
 # Lowest first; a module may import those before it, and its own package.
 LAYERS = [
-    "_eager", "_compiled", "_progress", "_kd", "tiling", "attended", "lift", "_checks", "_scipy", "attention",
-    "kernels", "solver", "operators", "spectral", "signatures", "maps", "axioms", "mass", "ragged", "nn",
+    "_eager", "_compiled", "_progress", "_kd", "pullback", "tiling", "attended", "lift", "_checks", "_scipy",
+    "attention", "kernels", "solver", "operators", "spectral", "signatures", "maps", "axioms", "mass", "ragged", "nn",
     "shapes", "sampling", "sklearn", "doctor", "io", "cli", "__main__",
 ]  # fmt: skip
 

@@ -2,7 +2,8 @@
 
 Keys are stored tile by tile and coordinate by coordinate. Coordinates and biases carry factors that turn exp(b −
 ½‖q − k‖²) into 2^(β − ‖q − k‖²), so that a weight costs d differences, d multiply-adds and one exp2. With a cut-off,
-each part of a tile of queries meets only those parts of a tile of keys that matter to it.
+each part of a tile of queries meets only those parts of a tile of keys that matter to it. The same pass may average
+values times ‖q − k‖² too, which is what derivatives by the bandwidth are made of.
 
 Weights are first summed at a common scale, the largest bias of the cloud, which needs no running maximum. That is
 exact unless the sum of a row comes near the smallest float; such rows show by their sum, and are done again at a scale
@@ -31,9 +32,11 @@ from qattn.attention._simd import (
     load,
     maximum,
     minus_square,
+    multiply,
     multiply_add_rows,
     splat,
     store,
+    subtract,
     sum_of,
     zero_rows,
 )
@@ -49,12 +52,18 @@ PARTS = TILE // PART
 @njit(forceinline=True)
 def _exponent(query, i, shift, keys, beta, t, j, dims):
     """β_j − ‖q_i − k_j‖² − shift_i for one register of keys of the tile t."""
-    d = len(dims) if len(dims) > 0 else query.shape[1]
-    s = load(beta, t * TILE + j)
-    for c in range(d):
-        s = minus_square(s, load(keys, (t * d + c) * TILE + j), splat(query[i, c]))
+    s = _minus_squares(load(beta, t * TILE + j), query, i, keys, t, j, dims)
     if shift is not None:  # last, so that the largest is 0 however far the keys are
         s = add(s, splat(-shift[i]))
+    return s
+
+
+@njit(forceinline=True)
+def _minus_squares(s, query, i, keys, t, j, dims):
+    """s − ‖q_i − k_j‖² for one register of keys of the tile t."""
+    d = len(dims) if len(dims) > 0 else query.shape[1]
+    for c in range(d):
+        s = minus_square(s, load(keys, (t * d + c) * TILE + j), splat(query[i, c]))
     return s
 
 
@@ -70,8 +79,11 @@ def _add_maximum(query, keys, beta, t, dims, largest):
 
 
 @njit(forceinline=True)
-def _add_weights(query, first, rows, shift, keys, beta, t, begin, end, dims, sums, weights):
-    """Adds the weights of the keys begin … end − 1 of a tile to some rows of sums, lane by lane."""
+def _add_weights(query, first, rows, shift, keys, beta, t, begin, end, dims, sums, weights, squares):
+    """Adds the weights of the keys begin … end − 1 of a tile to some rows of sums, lane by lane.
+
+    Writes them, and them times ‖q − k‖², where there is room for it.
+    """
     width = lanes(sums)
     for r in range(rows):
         i = first + r
@@ -81,45 +93,67 @@ def _add_weights(query, first, rows, shift, keys, beta, t, begin, end, dims, sum
             total = add(total, w)
             if weights is not None:
                 store(weights, r * TILE + j, w)
+            if squares is not None:
+                zero = splat(query.dtype.type(0))
+                square = subtract(zero, _minus_squares(zero, query, i, keys, t, j, dims))
+                store(squares, r * TILE + j, multiply(w, square))
         store(sums, i * width, total)
 
 
 @njit(forceinline=True)
-def _add_keys(query, first, rows, shift, keys, beta, values, t, begin, end, dims, sums, out, weights):
-    """Adds weights to sums and, if there are values, weighted values to out: a product with a buffer of weights."""
+def _add_products(weights, values, t, begin, end, i, out):
+    """Adds weights (ROWS, TILE) times the values of the keys begin … end − 1 of a tile to the rows of out from i on."""
     channels = values.shape[2]
-    if channels == 0:
-        _add_weights(query, first, rows, shift, keys, beta, t, begin, end, dims, sums, None)
+    for c in range(0, channels, lanes(weights)):
+        total = zero_rows(out)  # from zero: added to a long sum one by one, small weights would round away
+        for j in range(begin, end):
+            total = multiply_add_rows(total, weights, j, TILE, load(values, (t * TILE + j) * channels + c))
+        add_rows(out, i * channels + c, channels, total)
+
+
+@njit(forceinline=True)
+def _add_keys(query, tile, first, rows, shift, keys, beta, values, t, begin, end, dims, sums, out, moments, buffers):
+    """Adds weights to sums and, if there are values, weighted values to out and moments: products with buffers."""
+    weights, squares = buffers
+    if values.shape[2] == 0:
+        _add_weights(query, first, rows, shift, keys, beta, t, begin, end, dims, sums, None, None)
         return
     for i in range(first, first + rows, ROWS):
-        _add_weights(query, i, ROWS, shift, keys, beta, t, begin, end, dims, sums, weights)
-        for c in range(0, channels, lanes(sums)):
-            total = zero_rows(out)  # from zero: added to a long sum one by one, small weights would round away
-            for j in range(begin, end):
-                total = multiply_add_rows(total, weights, j, TILE, load(values, (t * TILE + j) * channels + c))
-            add_rows(out, i * channels + c, channels, total)
+        if moments is None:
+            _add_weights(query, i, ROWS, shift, keys, beta, t, begin, end, dims, sums, weights, None)
+        else:
+            _add_weights(query, i, ROWS, shift, keys, beta, t, begin, end, dims, sums, weights, squares)
+            _add_products(squares, values, t, begin, end, tile * TILE + i, moments)
+        _add_products(weights, values, t, begin, end, i, out)
 
 
 @njit
-def _add_all(query, shift, keys, beta, values, tiles, dims, sums, out, weights):
+def _add_all(query, tile, shift, keys, beta, values, tiles, dims, sums, out, moments, buffers):
     """All keys of a list of tiles, from zero."""
-    sums[:] = 0
-    out[:] = 0
+    _clear(tile, sums, out, moments)
     for t in tiles:
-        _add_keys(query, 0, TILE, shift, keys, beta, values, t, 0, TILE, dims, sums, out, weights)
+        _add_keys(query, tile, 0, TILE, shift, keys, beta, values, t, 0, TILE, dims, sums, out, moments, buffers)
 
 
 @njit
-def _add_near(query, tile, shift, keys, beta, values, tiles, cutoff, least, near, dims, sums, out, weights):
+def _add_near(query, tile, shift, keys, beta, values, tiles, cutoff, least, near, dims, sums, out, moments, buffers):
     """Those parts of a list of tiles that have more than `least`, from zero; by parts of the queries."""
-    sums[:] = 0
-    out[:] = 0
+    _clear(tile, sums, out, moments)
     for p in range(PARTS):
         for n in range(near_parts(tile * PARTS + p, tiles, cutoff, least, PARTS, near)):
             t, begin = near[n] // PARTS, near[n] % PARTS * PART
+            end = begin + PART
             _add_keys(
-                query, p * PART, PART, shift, keys, beta, values, t, begin, begin + PART, dims, sums, out, weights
+                query, tile, p * PART, PART, shift, keys, beta, values, t, begin, end, dims, sums, out, moments, buffers
             )
+
+
+@njit
+def _clear(tile, sums, out, moments):
+    sums[:] = 0
+    out[:] = 0
+    if moments is not None:
+        moments[tile] = 0
 
 
 @njit(forceinline=True)
@@ -132,16 +166,19 @@ def _aligned(size, dtype):
 
 # Stale files of the cache on disk are found by the date of this one alone: the checksum is of what else is compiled in.
 def _attend_tiles(fingerprint):
-    def attend_tiles(query, keys, beta, values, key_tiles, cutoff, begin, end, tiny, dims, lse, out):
+    def attend_tiles(query, keys, beta, values, key_tiles, cutoff, begin, end, tiny, dims, lse, out, moments):
         """Attention of the query tiles begin … end − 1 to the tiles of keys that matter, or to all of their cloud.
 
         query (T, TILE, d); keys (S, d, TILE) and beta (S, TILE); values (S, TILE, C) with C a multiple of a register's
-        lanes, 0 for lse alone; key_tiles (T, 2), where those of its cloud begin and end; lse (T, TILE) in base 2 and
-        out (T, TILE, C) are written. `dims` is a tuple of d items, which tells the compiler d, or empty.
+        lanes, 0 for lse alone; key_tiles (T, 2), where those of its cloud begin and end; lse (T, TILE) in base 2,
+        out (T, TILE, C) and, unless it is None, moments (T, TILE, C), averages of values times ‖q − k‖², are written.
+        `dims` is a tuple of d items, which tells the compiler d, or empty.
         """
         fingerprint  # noqa: B018
         sums = _aligned(TILE * lanes(query), query.dtype).reshape(TILE, lanes(query))
         weights = _aligned(ROWS * TILE, query.dtype).reshape(ROWS, TILE)
+        squares = _aligned(ROWS * TILE, query.dtype).reshape(ROWS, TILE)
+        buffers = weights, squares
         shift = np.empty(TILE, query.dtype)
         seen, near = np.empty(len(keys), np.int64), np.empty(PARTS * len(keys), np.int64)
         most, smallest = np.empty(len(keys), query.dtype), np.empty(len(keys), query.dtype)
@@ -154,9 +191,11 @@ def _attend_tiles(fingerprint):
                 count, least = near_tiles(tile, cutoff, seen, most, smallest)
                 tiles = seen[:count]
             if cutoff is None:
-                _add_all(q, None, keys, beta, values, tiles, dims, sums, o, weights)
+                _add_all(q, tile, None, keys, beta, values, tiles, dims, sums, o, moments, buffers)
             else:
-                _add_near(q, tile, None, keys, beta, values, tiles, cutoff, least, near, dims, sums, o, weights)
+                _add_near(
+                    q, tile, None, keys, beta, values, tiles, cutoff, least, near, dims, sums, o, moments, buffers
+                )
             shift[:] = 0
             low = False
             for i in range(TILE):
@@ -169,14 +208,18 @@ def _attend_tiles(fingerprint):
                 for i in range(TILE):
                     shift[i] = sums[i].max()
                 if cutoff is None:
-                    _add_all(q, shift, keys, beta, values, tiles, dims, sums, o, weights)
+                    _add_all(q, tile, shift, keys, beta, values, tiles, dims, sums, o, moments, buffers)
                 else:
-                    _add_near(q, tile, shift, keys, beta, values, tiles, cutoff, least, near, dims, sums, o, weights)
+                    _add_near(
+                        q, tile, shift, keys, beta, values, tiles, cutoff, least, near, dims, sums, o, moments, buffers
+                    )
                 for i in range(TILE):
                     total[i] = sum_of(load(sums, i * lanes(sums)))
             for i in range(TILE):
                 if values.shape[2] > 0:
                     o[i] /= max(total[i], tiny)
+                    if moments is not None:
+                        moments[tile, i] /= max(total[i], tiny)
                 total[i] = math.log2(total[i]) + shift[i]
 
     return compiled(attend_tiles)

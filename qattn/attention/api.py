@@ -61,6 +61,7 @@ def attend(
     return attend_by(lambda inputs: select(inputs, backend), query, key, value, bias=bias, score=score, tol=tol)
 
 
+@eager
 def attend_by(
     engine: Callable[[Inputs], Engine],
     query: Tensor,
@@ -70,8 +71,13 @@ def attend_by(
     bias: Tensor | None,
     score: Score = gaussian,
     tol: float,
+    log_sigma: Tensor | None = None,
 ) -> Attended:
-    """As `attend`, by the engine that is chosen for the inputs once they have been checked and flattened."""
+    """As `attend`, by the engine that is chosen for the inputs once they have been checked and flattened.
+
+    With `log_sigma`, of a shape that broadcasts to the batch, the results are differentiated by the logarithm of the
+    bandwidth that queries and keys have been divided by, instead of by those.
+    """
     batch = _checks.attention_arguments(query, key, value, bias, tol)
     N, M = query.shape[-2], key.shape[-2]
 
@@ -82,7 +88,8 @@ def attend_by(
         return tensor.expand(*batch, *shape).reshape(batch.numel(), *shape)
 
     values = value if value is not None and value.shape[-1] > 0 else None
-    inputs = Inputs(flat(query, 2), flat(key, 2), flat(values, 2), flat(bias, 1), score, tol, batch)  # type: ignore[arg-type]
+    scale = None if log_sigma is None else log_sigma.expand(batch).reshape(-1)
+    inputs = Inputs(flat(query, 2), flat(key, 2), flat(values, 2), flat(bias, 1), score, tol, batch, scale)  # type: ignore[arg-type]
     chosen = engine(inputs)
     if N == 0 or M == 0 or batch.numel() == 0:
         out, lse = None, query.new_full((*batch, N), -torch.inf, dtype=inputs.dtype)

@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from qattn.attended import Attended
 from qattn.attention.inputs import Inputs
@@ -21,6 +22,14 @@ class Engine(ABC):
     @abstractmethod
     def attend(self, inputs: Inputs) -> Attended:
         """out (B, N, C) in the dtype of the values, or None, and lse (B, N); the reasons are known to be empty."""
+
+    def takes_moments(self, inputs: Inputs) -> bool:
+        """Whether it has an `attend_with_moments` for such inputs."""
+        return False
+
+    def attend_with_moments(self, inputs: Inputs) -> tuple[Attended, Tensor]:
+        """As `attend`, and the averages of values times ‖q − k‖² from the same pass, (B, N, C)."""
+        raise NotImplementedError
 
     @property
     def exchanged(self) -> "Engine":

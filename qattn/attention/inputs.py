@@ -24,6 +24,8 @@ class Inputs:
         score: The score of one query and one key.
         tol: The largest error of lse that is acceptable.
         batch: The shape the batch axis had.
+        log_sigma: Logarithms (B,) of the bandwidths that queries and keys have been divided by, if the attention is to
+            be differentiated by those and not by queries and keys.
     """
 
     query: Tensor
@@ -33,6 +35,7 @@ class Inputs:
     score: Score
     tol: float
     batch: torch.Size
+    log_sigma: Tensor | None = None
 
     @property
     def device(self) -> torch.device:
@@ -46,7 +49,7 @@ class Inputs:
 
     @property
     def needs_gradients(self) -> bool:
-        tensors = self.query, self.key, self.value, self.bias
+        tensors = self.query, self.key, self.value, self.bias, self.log_sigma
         return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
     @property

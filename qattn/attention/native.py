@@ -16,9 +16,9 @@ from qattn.attended import Attended
 from qattn.attention.backend import Backend
 from qattn.attention.inputs import Inputs
 from qattn.lift import centre
-from qattn.tiling import TILE, Tiling
+from qattn.tiling import FACTOR, TILE, Tiling
 
-__all__ = ["LOWEST", "Native", "attend_tilings", "cutoff", "in_base_2"]
+__all__ = ["LOWEST", "Native", "attend_tilings", "attend_tilings_with_moments", "cutoff", "in_base_2"]
 
 _UNROLLED = 4  # dimensions up to this have a loop of their own
 # Pairs of points handed to a thread at a time: the least pays for starting it, the most keeps threads equally busy.
@@ -47,8 +47,18 @@ class Native(Backend):
         return reasons
 
     def attend(self, inputs: Inputs) -> Attended:
+        return attend_tilings(*self._tilings(inputs), inputs.value, inputs.bias)
+
+    def takes_moments(self, inputs: Inputs) -> bool:
+        return True
+
+    def attend_with_moments(self, inputs: Inputs) -> tuple[Attended, Tensor]:
+        assert inputs.value is not None
+        return attend_tilings_with_moments(*self._tilings(inputs), inputs.value, inputs.bias)
+
+    def _tilings(self, inputs: Inputs) -> tuple[Tiling, Tiling]:
         query, key = centre(inputs.query.to(inputs.dtype), inputs.key.to(inputs.dtype))  # small coordinates round less
-        return attend_tilings(Tiling(query), Tiling(key), inputs.value, inputs.bias)
+        return Tiling(query), Tiling(key)
 
 
 def attend_tilings(
@@ -58,7 +68,32 @@ def attend_tilings(
 
     With a `tol`, tiles are left out that together have less than about this fraction of a row's sum.
     """
-    from qattn.attention import _loops, _simd  # here, because importing Numba takes a while
+    return _attended(query, key, value, bias, tol, None)
+
+
+def attend_tilings_with_moments(
+    query: Tiling, key: Tiling, value: Tensor, bias: Tensor | None, tol: float | None = None
+) -> tuple[Attended, Tensor]:
+    """The same, and averages of values times ‖q − k‖², (B, N, C)."""
+    C, dtype = value.shape[-1], query.points.dtype
+    moments = torch.empty(query.clouds * query.tiles, TILE, _in_registers(C, dtype), dtype=dtype)
+    attended = _attended(query, key, value, bias, tol, moments)
+    return attended, query.untiled(moments[..., :C]) / FACTOR**2
+
+
+def _in_registers(channels: int, dtype: torch.dtype) -> int:
+    """The next multiple of the numbers that a register holds."""
+    from qattn.attention import _simd
+
+    lanes = _simd.REGISTER_BYTES // dtype.itemsize
+    return -(-channels // lanes) * lanes
+
+
+def _attended(
+    query: Tiling, key: Tiling, value: Tensor | None, bias: Tensor | None, tol: float | None, moments: Tensor | None
+) -> Attended:
+    """Attention between tilings; moments (tiles, TILE, C), C in whole registers, are written if there is room."""
+    from qattn.attention import _loops  # here, because importing Numba takes a while
 
     B, M = query.clouds, key.size
     dtype = query.points.dtype
@@ -66,8 +101,7 @@ def attend_tilings(
     beta, top = in_base_2(key, bias)
 
     C = 0 if value is None else value.shape[-1]
-    lanes = _simd.REGISTER_BYTES // dtype.itemsize
-    channels = -(-C // lanes) * lanes
+    channels = _in_registers(C, dtype)
     values = torch.zeros(B, key.tiles * TILE, channels, dtype=dtype)
     if value is not None:
         values[:, :M, :C] = key.sort(value.to(dtype))
@@ -83,7 +117,7 @@ def attend_tilings(
     tiny = M * 2.0 ** LOWEST[8 * dtype.itemsize] / torch.finfo(dtype).eps
     dims = (0,) * query.dims if query.dims <= _UNROLLED else ()
     arrays = [x.numpy() for x in (query.points, key.columns, beta, values, key_tiles)]
-    results = lse.numpy(), out.numpy()
+    results = lse.numpy(), out.numpy(), None if moments is None else moments.numpy()
     if tol is None:
         total = max(1, TILE * TILE * int((key_tiles[:, 1] - key_tiles[:, 0]).sum()))
         pairs = min(_MOST_PAIRS, max(_LEAST_PAIRS, total // (4 * torch.get_num_threads())))

@@ -1,5 +1,6 @@
 r"""The Gaussian kernel of a cloud: K_ij = exp(−‖x_i − x_j‖² / 2σ²), which is attention between the points x / σ."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,7 +9,9 @@ from torch import Tensor
 from qattn import _checks
 from qattn.attended import Attended
 from qattn.attention import attend
+from qattn.attention.api import attend_by
 from qattn.attention.backend import Engine
+from qattn.attention.dispatch import select
 from qattn.kernels.base import PointKernel
 from qattn.kernels.methods import Methods, Work
 from qattn.kernels.prepared import attend_prepared
@@ -179,10 +182,14 @@ class GaussianKernel(PointKernel):
 
     def _attend_by(self, engine: Engine | None, sigma: Tensor, bias: Tensor, value: Tensor | None) -> Attended:
         """By an engine, which has been prepared for the batch of the kernel; by an attention backend if None."""
-        query, key = self._embedded(sigma)
+        # By the bandwidths alone, gradients are cheaper than by points.
+        by_points = self._points.requires_grad or self._targets.requires_grad
+        log_sigma = torch.log(sigma) if sigma.requires_grad and not by_points else None
+        query, key = self._embedded(sigma if log_sigma is None else sigma.detach())
         if engine is None:
-            return attend(query, key, value, bias=bias, tol=self._tol, backend=self._backend)
-        return attend_prepared(engine, query, key, value, bias, self._tol)
+            chosen = partial(select, name=self._backend)
+            return attend_by(chosen, query, key, value, bias=bias, tol=self._tol, log_sigma=log_sigma)
+        return attend_prepared(engine, query, key, value, bias, self._tol, log_sigma=log_sigma)
 
     def exact_lse(self, rows: Tensor, bias: Tensor) -> Tensor:
         query, key, bias = (x.detach().cpu().double() for x in (*self.embeddings, bias))

@@ -23,6 +23,7 @@ def attend_prepared(
     bias: Tensor,
     tol: float,
     score: Score = gaussian,
+    log_sigma: Tensor | None = None,
 ) -> Attended:
     """As `attend`, by an engine for these queries and keys: a batch of the values that they lack goes by channels."""
     batch = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
@@ -31,7 +32,7 @@ def attend_prepared(
         query, key = (x.expand(*batch, -1, -1) for x in (query, key))
     folded = None if value is None else _fold(value, batch)
     chosen = partial(_checks.engine_takes, engine)
-    out, lse = attend_by(chosen, query, key, folded, bias=bias, score=score, tol=tol)
+    out, lse = attend_by(chosen, query, key, folded, bias=bias, score=score, tol=tol, log_sigma=log_sigma)
     return Attended(None if out is None or value is None else _unfold(out, value, batch), lse)
 
 

@@ -13,7 +13,7 @@ from qattn.attended import Attended
 from qattn.attention.backend import Engine
 from qattn.attention.flex import BlockLists, attend_blocks
 from qattn.attention.inputs import Inputs
-from qattn.attention.native import attend_tilings, cutoff, in_base_2
+from qattn.attention.native import attend_tilings, attend_tilings_with_moments, cutoff, in_base_2
 from qattn.tiling import TILE, Tiling
 
 __all__ = ["BACKENDS", "SortedCloud", "Tiles", "near_lists"]
@@ -73,6 +73,14 @@ class Tiles(Engine):
         )
         out, lse = attend_blocks(ordered, lists)
         return Attended(None if out is None else query.unsort(out), query.unsort(lse))
+
+    def takes_moments(self, inputs: Inputs) -> bool:
+        return self._backend_on(inputs.device) == "native"
+
+    def attend_with_moments(self, inputs: Inputs) -> tuple[Attended, Tensor]:
+        assert inputs.value is not None
+        query, key = self._query.tiling(inputs.dtype), self._key.tiling(inputs.dtype)
+        return attend_tilings_with_moments(query, key, inputs.value, inputs.bias, inputs.tol)
 
     @property
     def exchanged(self) -> "Tiles":
