@@ -243,7 +243,7 @@ def draw(errors, first, options):
     for axis, (title, shape, index) in zip(axes, clouds, strict=False):
         view, _ = seen(*2 * [turned(shape.points, shape.home)])
         order = view[:, 2].argsort()
-        axis.scatter(*view[order, :2].T, c=colours[index][order].numpy(), s=16, linewidths=0)
+        axis.scatter(*view[order, :2].T, c=colours[index][order].numpy(), s=45_000 / len(order), linewidths=0)
         axis.set(title=title, aspect="equal")
         axis.axis("off")
     styles = {"Q-DiffNet": "C0", "signatures": "C1", "xyz, turned by the truth": "C2", "truth": "0.6"}
@@ -252,10 +252,12 @@ def draw(errors, first, options):
             for row, style in zip(both, "-:", strict=True):
                 values = 100 * row.flatten().sort().values
                 share = torch.linspace(0, 100, len(values))
-                axes[-1].plot(values, share, style, color=styles[name], label=name if style == "-" else None)
+                axes[-1].plot(
+                    values, share, style, color=styles[name], label=f"{name}, {how}" if style == "-" else None
+                )
     axes[-1].set(xlim=(0, 25), ylim=(0, 100), xlabel="geodesic error in %", ylabel="% of points below")
-    axes[-1].set_title("dotted: up to the mirror", fontsize=10)
-    axes[-1].legend(frameon=False, fontsize=8, loc="lower right")
+    axes[-1].set_title("all pairs; dotted: up to the mirror", fontsize=10)
+    axes[-1].legend(frameon=False, fontsize=7, loc="lower right")
     figure.savefig(options.output, dpi=90)
 
 
