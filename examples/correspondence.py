@@ -36,6 +36,7 @@ from qattn.shapes import creature, posed
 from qattn.signatures import wave_kernel_signature
 
 TEMPERATURE = 0.07  # of soft maps, as in ULRSSM
+REFINED = "functional map, ZoomOut"
 START = 20  # eigenvectors that ZoomOut starts from
 
 
@@ -182,7 +183,7 @@ def point_maps(source, target, features_s, features_t, options):
         "nearest features": near,
         "nearest, ZoomOut": refined(pair, near, options),
         "functional map": point_map(*pair, C),
-        "functional map, ZoomOut": refined(pair, C, options),
+        REFINED: refined(pair, C, options),
     }
 
 
@@ -227,10 +228,9 @@ def evaluated(shapes, given, options):
 
 
 def draw(errors, first, options):
-    (source, target), ours, theirs = (
-        first["pair"],
-        *((name, "functional map, ZoomOut") for name in ("Q-DiffNet", "signatures")),
-    )
+    """Colours brought from the source of the first pair to its target, and errors of all pairs."""
+    source, target = first["pair"]
+    ours, theirs = ("Q-DiffNet", REFINED), ("signatures", REFINED)
     figure, axes = plt.subplots(1, 5, figsize=(17, 3.6), layout="constrained", width_ratios=[1, 1, 1, 1, 1.15])
     low, high = source.home.amin(0), source.home.amax(0)
     colours = 0.1 + 0.85 * (source.home - low) / (high - low)
@@ -248,7 +248,7 @@ def draw(errors, first, options):
         axis.axis("off")
     styles = {"Q-DiffNet": "C0", "signatures": "C1", "xyz, turned by the truth": "C2", "truth": "0.6"}
     for (name, how), both in errors.items():
-        if how in ("nearest", "through the bases", "functional map, ZoomOut"):
+        if how in ("nearest", "through the bases", REFINED):
             for row, style in zip(both, "-:", strict=True):
                 values = 100 * row.flatten().sort().values
                 share = torch.linspace(0, 100, len(values))
