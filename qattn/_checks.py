@@ -858,6 +858,12 @@ def point_dict(given: Any, *others: Any) -> None:
         raise ValueError("With a dict, points, masses and clouds come in it: as `coord`, `mass`, `offset` or `batch`.")
 
 
+def chiral(gradient: str) -> None:
+    """Checks where a network that is to tell left from right takes gradients from."""
+    if gradient != "attention":
+        raise ValueError(f'`chiral` needs gradients in space, `gradient="attention"`; got {gradient!r}.')
+
+
 def gradients(given: Any, is_needed: bool, features: Tensor) -> None:
     """Checks gradX and gradY for features (B, N, C)."""
     if (given is not None) != is_needed:

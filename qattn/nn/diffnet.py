@@ -41,6 +41,8 @@ class QDiffNet(
 
             which needs no neighbours and no frames. "tangent": from matrices given as `gradients`, as in DiffusionNet.
             "none": the network goes without, and sees no directions.
+        chiral: Whether the volumes of three gradients in space are taken too, which tell left from right. Without them,
+            and without inputs that can, the network sees mirror images as the same. With "attention" only.
         output: "points" for outputs at the points, "mean" for one of each cloud, averaged by mass.
         dropout: The share of channels that are dropped within the MLPs.
         recompute: Whether the blocks are computed again in the backward pass, which saves memory.
@@ -64,6 +66,7 @@ class QDiffNet(
         applications: int = 2,
         sigma: tuple[float, float] = (0.02, 0.5),
         gradient: str = "attention",
+        chiral: bool = False,
         output: str = "points",
         dropout: float = 0.0,
         recompute: bool = False,
@@ -72,12 +75,18 @@ class QDiffNet(
         super().__init__()
         _checks.one_of("gradient", gradient, ("attention", "tangent", "none"))
         _checks.one_of("output", output, ("points", "mean"))
+        if chiral:
+            _checks.chiral(gradient)
         width = num_scales * _checks.integer("features", features, 1)
         self.in_channels, self.gradient, self.output, self.recompute = in_channels, gradient, output, recompute
         self.first = nn.Linear(in_channels, width)
         self.blocks = nn.ModuleList(
             _Block(
-                QDiffusion(num_scales, sigma=sigma, applications=applications, **diffusion), width, gradient, dropout
+                QDiffusion(num_scales, sigma=sigma, applications=applications, **diffusion),
+                width,
+                gradient,
+                chiral,
+                dropout,
             )
             for _ in range(_checks.integer("num_blocks", num_blocks, 1))
         )
@@ -108,11 +117,12 @@ class QDiffNet(
 class _Block(nn.Module):
     """x + mlp(x, diffused x, products of its gradients)."""
 
-    def __init__(self, diffusion: QDiffusion, width: int, gradient: str, dropout: float) -> None:
+    def __init__(self, diffusion: QDiffusion, width: int, gradient: str, chiral: bool, dropout: float) -> None:
         super().__init__()
         self.diffusion, self._gradient = diffusion, gradient
         self.mix = None if gradient == "none" else nn.Linear(width, width, bias=False)
         self.turn = nn.Linear(width, width, bias=False) if gradient == "tangent" else None
+        self.handed = nn.Linear(width, 2 * width, bias=False) if chiral else None
         inputs = (2 if gradient == "none" else 3) * width
         self.mlp = nn.Sequential(
             *(nn.Linear(inputs, width), nn.ReLU(), nn.Dropout(dropout)),
@@ -141,14 +151,25 @@ class _Block(nn.Module):
     def _products(self, slopes: Tensor) -> Tensor:
         """tanh(g · Ag) for gradients g (B, N, d, W): what a rotation of the space, or of a frame, does not change.
 
-        In a plane, A may also turn gradients by a right angle.
+        In a plane, A may also turn gradients by a right angle. In space, the volume det(g, Bg, Cg) of their directions
+        may be added, which a mirror takes to its negative.
         """
         assert self.mix is not None
         mixed = self.mix(slopes)
         if self.turn is not None:
             turned = self.turn(slopes)
             mixed = mixed + torch.stack([-turned[:, :, 1], turned[:, :, 0]], dim=2)
-        return torch.tanh((slopes * mixed).sum(2))
+        products = (slopes * mixed).sum(2)
+        if self.handed is not None:
+            # Of directions, because the products of three small gradients would be lost beside those of two.
+            first, second, third = (_direction(g) for g in (slopes, *self.handed(slopes).chunk(2, dim=-1)))
+            products = products + (first * torch.linalg.cross(second, third, dim=2)).sum(2)
+        return torch.tanh(products)
+
+
+def _direction(slopes: Tensor) -> Tensor:
+    """Gradients (B, N, d, W) of a length below 1, and 0 where there are none."""
+    return slopes * torch.rsqrt(slopes.square().sum(2, keepdim=True) + 1e-3)
 
 
 def _multiplied(matrix: Tensor | Sequence[Tensor], x: Tensor) -> Tensor:
