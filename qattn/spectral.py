@@ -188,6 +188,7 @@ def eigsh(
     """
     if len(q.shape) > 2:
         raise ValueError(f"`eigsh` takes one cloud with one bandwidth; this operator has shape {tuple(q.shape)}.")
+    _checks.held_alone("eigsh", q.kernel.ranks)
     _checks.positive("`tol`", tol)
     _checks.integer("max_iter", max_iter, 1)
     N = q.shape[-1]

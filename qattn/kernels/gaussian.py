@@ -9,7 +9,7 @@ from qattn import _checks
 from qattn.attended import Attended
 from qattn.attention import attend
 from qattn.attention.backend import Engine
-from qattn.kernels.base import PointKernel
+from qattn.kernels.base import GaussianPoints
 from qattn.kernels.methods import Methods, Work
 from qattn.kernels.prepared import attend_prepared
 from qattn.kernels.sites import Sites, scaled
@@ -17,7 +17,7 @@ from qattn.kernels.sites import Sites, scaled
 __all__ = ["GaussianKernel"]
 
 
-class GaussianKernel(PointKernel):
+class GaussianKernel(GaussianPoints):
     r"""K_ij = exp(−‖x_i − x_j‖² / 2σ²), symmetric and positive definite.
 
     Args:
@@ -81,6 +81,10 @@ class GaussianKernel(PointKernel):
     def points(self) -> Tensor:
         """The positions x, shape (*batch, N, d)."""
         return self._points
+
+    @property
+    def centred(self) -> Tensor:
+        return self._points - self._points.mean(-2, keepdim=True).detach()
 
     @property
     def sigma(self) -> Tensor:

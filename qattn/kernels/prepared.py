@@ -1,5 +1,6 @@
 """Attention by an engine that has been prepared for the points of a kernel."""
 
+import math
 from functools import partial
 
 import torch
@@ -47,7 +48,8 @@ def _fold(value: Tensor, batch: torch.Size) -> Tensor:
     """Values (*whole, M, C) with the axes that the kernel lacks among the channels: (*batch, M, …)."""
     whole, kept, extra = _extra_axes(value, batch)
     axes = [*kept, len(whole), *extra, len(whole) + 1]
-    return value.expand(*whole, -1, -1).permute(axes).reshape(*batch, value.shape[-2], -1)
+    M, channels = value.shape[-2], math.prod(whole[axis] for axis in extra) * value.shape[-1]
+    return value.expand(*whole, -1, -1).permute(axes).reshape(*batch, M, channels)
 
 
 def _unfold(out: Tensor, value: Tensor, batch: torch.Size) -> Tensor:

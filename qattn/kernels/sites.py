@@ -24,10 +24,11 @@ class Sites:
     Args:
         targets: Positions (*batch, N, d).
         points: Positions (*batch, M, d); the same object as the targets for a cloud and itself.
+        origin: What is to be the origin, (*batch, 1, d); the mean of the points by default.
     """
 
-    def __init__(self, targets: Tensor, points: Tensor) -> None:
-        self._is_self = targets is points
+    def __init__(self, targets: Tensor, points: Tensor, origin: Tensor | None = None) -> None:
+        self._is_self, self._origin = targets is points, origin
         self._given = targets.detach(), points.detach()
         self.batch = torch.broadcast_shapes(targets.shape[:-2], points.shape[:-2])
         self.size = targets.shape[-2], points.shape[-2]  # N and M
@@ -35,9 +36,9 @@ class Sites:
 
     @cached_property
     def clouds(self) -> tuple[Tensor, Tensor]:
-        """Targets (*batch, N, d) and points (*batch, M, d) about the mean of the points; one object for the same."""
+        """Targets (*batch, N, d) and points (*batch, M, d) about the origin; one object for the same."""
         targets, points = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in self._given)
-        origin = points.mean(-2, keepdim=True)
+        origin = points.mean(-2, keepdim=True) if self._origin is None else self._origin.to(points)
         points = (points - origin).expand(*self.batch, -1, -1)
         return points if self._is_self else (targets - origin).expand(*self.batch, -1, -1), points
 

@@ -1,0 +1,141 @@
+"""A process group as qattn uses it: a few collectives, counted, whose failure says what to do.
+
+All ranks run the same code: every collective of one is a collective of all, in the same order, in the backward pass
+too. What decides about collectives is therefore computed from numbers that all of them have, such as sums over ranks.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from qattn.ranks import Ranks
+
+__all__ = ["Group", "pack", "unpack"]
+
+
+class Group(Ranks):
+    """The ranks of a process group, each with a shard of the sites.
+
+    Args:
+        group: A process group; None for that of all processes.
+
+    Attributes:
+        rank: The number of this process.
+        size: The number of processes.
+        sent: The bytes that this rank has sent: those of messages as they are, and those of collectives as if by rings,
+            2(R − 1)/R times the data for a sum and R − 1 times for a gathering.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        if not dist.is_initialized():
+            raise ValueError(
+                "A sharded cloud needs a process group, and there is none. Call "
+                "`torch.distributed.init_process_group()` first, in a program started by `torchrun`."
+            )
+        self.group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.sent = 0
+
+    @property
+    def is_alone(self) -> bool:
+        return False
+
+    def total(self, x: Tensor) -> Tensor:
+        return _Total.apply(x.sum(-1), self)
+
+    def largest(self, x: Tensor) -> Tensor:
+        return self.maximum(x.detach().amax(-1) if x.shape[-1] else x.new_zeros(x.shape[:-1]))
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Σ x over the ranks, without gradient."""
+        return self._reduced(x, dist.ReduceOp.SUM, "adding up")
+
+    def maximum(self, x: Tensor) -> Tensor:
+        """The largest x of the ranks, without gradient."""
+        return self._reduced(x, dist.ReduceOp.MAX, "comparing")
+
+    def log_sum(self, x: Tensor) -> Tensor:
+        """log Σ e^x over the ranks, without gradient."""
+        top = self.maximum(x)
+        top = torch.where(top == -torch.inf, 0, top)
+        return top + torch.log(self.sum(torch.exp(x - top)))
+
+    def _reduced(self, x: Tensor, operation: Any, doing: str) -> Tensor:
+        x = x.detach().clone(memory_format=torch.contiguous_format)
+        self.sent += 2 * (self.size - 1) * x.nbytes // self.size
+        with self._in_touch(doing):
+            dist.all_reduce(x, operation, group=self.group)
+        return x
+
+    def gathered(self, x: Tensor) -> list[Tensor]:
+        """The tensors x of all ranks, of one shape."""
+        x = x.detach().contiguous()
+        found = [torch.empty_like(x) for _ in range(self.size)]
+        self.sent += (self.size - 1) * x.nbytes
+        with self._in_touch("gathering"):
+            dist.all_gather(found, x, group=self.group)
+        return found
+
+    def joined(self, x: Tensor) -> list[Tensor]:
+        """The tensors x of all ranks, (n, …) with a length of their own each."""
+        lengths = [int(n) for n in self.gathered(torch.tensor([len(x)], device=x.device))]
+        padded = x.new_zeros(max(lengths), *x.shape[1:])
+        padded[: len(x)] = x
+        return [rows[:n] for rows, n in zip(self.gathered(padded), lengths, strict=True)]
+
+    def begin_exchange(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> list[Any]:
+        """Begins to send tensors to ranks, and to fill others from ranks; empty ones are not sent."""
+        operations = [dist.P2POp(dist.isend, x, group=self.group, group_peer=r) for r, x in outgoing.items() if len(x)]
+        operations += [dist.P2POp(dist.irecv, x, group=self.group, group_peer=r) for r, x in incoming.items() if len(x)]
+        self.sent += sum(x.nbytes for x in outgoing.values())
+        with self._in_touch("exchanging points"):
+            return dist.batch_isend_irecv(operations) if operations else []
+
+    def end_exchange(self, works: Sequence[Any]) -> None:
+        """Waits until what was begun is done."""
+        with self._in_touch("exchanging points"):
+            for work in works:
+                work.wait()
+
+    @contextmanager
+    def _in_touch(self, doing: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"Rank {self.rank} of {self.size} lost touch with the others while {doing}: one of them has died, or "
+                "has not answered within the timeout of the process group. Start all ranks again; given a potential "
+                f"that was saved as `init=`, normalising goes on from there. ({str(error).splitlines()[0]})"
+            ) from error
+
+
+class _Total(torch.autograd.Function):
+    """Σ x over the ranks. What follows on each of them depends on all, so cotangents are summed too."""
+
+    @staticmethod
+    def forward(x: Tensor, group: Group) -> Tensor:
+        return group.sum(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Group], output: Tensor) -> None:
+        ctx.group = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, None]:
+        return _Total.apply(grads[0], ctx.group), None
+
+
+def pack(*tensors: Tensor) -> Tensor:
+    """Tensors (n, w) of any dtypes side by side as bytes, (n, w'): one message instead of several."""
+    return torch.cat([x.contiguous().view(torch.uint8) for x in tensors], dim=-1)
+
+
+def unpack(packed: Tensor, widths: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """The tensors (n, w) that were packed."""
+    sizes = [width * dtype.itemsize for width, dtype in zip(widths, dtypes, strict=True)]
+    columns = packed.split(sizes, dim=-1)
+    return [column.contiguous().view(dtype) for column, dtype in zip(columns, dtypes, strict=True)]

@@ -1,0 +1,166 @@
+r"""The Gaussian kernel of a cloud that lies on several ranks."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qattn import _checks
+from qattn.attended import Attended
+from qattn.attention.backend import Engine
+from qattn.distributed.group import Group
+from qattn.distributed.ring import Ring, rows_of_all
+from qattn.distributed.shards import Shards
+from qattn.kernels.base import GaussianPoints
+from qattn.kernels.prepared import attend_prepared
+from qattn.kernels.sites import scaled
+from qattn.ranks import Ranks
+
+__all__ = ["ShardedGaussian"]
+
+METHODS = ("exact",)
+
+
+class ShardedGaussian(GaussianPoints):
+    r"""K_ij = exp(−‖x_i − x_j‖² / 2σ²) between the points of all ranks, of which each has a shard.
+
+    Each rank gives the masses, signals and biases of its points, and gets results at them; shapes are those of its
+    shard. What `sinkhorn`, `diffusion` and the layers do with it is what they would do with the whole cloud, gradients
+    included: those by a shard of the points are of the sum of what all ranks differentiate, and those by a number that
+    all share, such as σ, are each rank's part of it, to be added up, or averaged as DDP does.
+
+    All ranks call the same functions in the same order, and ask for the same gradients. A rank without points takes
+    part with shards of length 0.
+
+    Args:
+        points: This rank's positions, of shape (*batch, n, d); n may differ, and be 0.
+        sigma: The bandwidth σ > 0, the same on all ranks: a number, or H numbers, which give a head axis before n.
+        group: The process group; None for that of all processes. Its timeout is how long a rank waits for the others.
+        method: "exact" computes all pairs, with blocks of points that go around the ranks.
+        tol: The largest error of lse that is acceptable.
+        backend: Which attention backend "exact" uses; see `qattn.backends()`.
+    """
+
+    def __init__(
+        self,
+        points: Any,
+        sigma: Any,
+        *,
+        group: Any = None,
+        method: str = "exact",
+        tol: float = 1e-3,
+        backend: str = "auto",
+    ) -> None:
+        _checks.positive("`tol`", tol)
+        _checks.one_of("method", method, METHODS)
+        self._points = self._targets = _checks.points("points", points, least=0)
+        self._sigma = _checks.bandwidth(sigma, self._points)
+        self._method, self._tol, self._backend = method, tol, backend
+        self._group = group if isinstance(group, Group) else Group(group)
+        numbers = self._group.joined(self._sigma.detach().reshape(-1).double())
+        _checks.same_on_all_ranks("`sigma`", [row.tolist() for row in numbers])
+        self._shards = Shards(self._group, self._targets, self._points)
+        self._engines: dict[str, Engine] = {}
+
+    def _with(self, **changed: Any) -> "ShardedGaussian":
+        """A copy with some of its parts changed."""
+        kernel = object.__new__(ShardedGaussian)
+        kernel.__dict__.update(self.__dict__ | changed)
+        return kernel
+
+    def __repr__(self) -> str:
+        sigma = f"{float(self._sigma):g}" if self._sigma.ndim == 0 else f"{len(self._sigma)} bandwidths"
+        where = f"rank {self._group.rank} of {self._group.size}"
+        return (
+            f"ShardedGaussian({tuple(self._points.shape)} of {self._shards.total} points, sigma={sigma}, "
+            f"method={self._method!r}, {where})"
+        )
+
+    @property
+    def points(self) -> Tensor:
+        """The positions x of this rank, shape (*batch, n, d)."""
+        return self._points
+
+    @property
+    def centred(self) -> Tensor:
+        return self._points - self._shards.origin.to(self._points)
+
+    @property
+    def sigma(self) -> Tensor:
+        """The bandwidth σ, a tensor without axes or of shape (H,)."""
+        return self._sigma
+
+    @property
+    def group(self) -> Group:
+        """The ranks, and how many bytes this one has sent."""
+        return self._group
+
+    @property
+    def ranks(self) -> Ranks:
+        return self._group
+
+    @property
+    def mass(self) -> Tensor:
+        """1/N for each point, N the number of points of all ranks."""
+        return torch.full((self._points.shape[-2],), 1 / self._shards.total, dtype=self.dtype, device=self.device)
+
+    @property
+    def shape(self) -> torch.Size:
+        batch = torch.broadcast_shapes(self._targets.shape[:-2], self._points.shape[:-2])
+        return torch.Size((*batch, *self._sigma.shape, self._targets.shape[-2], self._points.shape[-2]))
+
+    @property
+    def _is_self(self) -> bool:
+        return self._targets is self._points
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self._points, self._sigma) if self._is_self else (self._points, self._sigma, self._targets)
+
+    def replace(self, *tensors: Tensor) -> "ShardedGaussian":
+        points, sigma = tensors[:2]
+        targets = points if self._is_self else tensors[2]
+        kernel = self._with(_points=points, _sigma=sigma, _targets=targets)
+        if (points.device, points.dtype) != (self.device, self._points.dtype):
+            kernel._shards, kernel._engines = Shards(self._group, targets, points), {}
+        return kernel
+
+    def prepared_as(self, other: "ShardedGaussian") -> "ShardedGaussian":
+        return self._with(_shards=other._shards, _engines={})
+
+    def at(self, points: Any) -> "ShardedGaussian":
+        """The kernel between other points, of which each rank gives some, and those of all ranks."""
+        targets = _checks.points("points", points, least=0).to(self._points)
+        _checks.same_dimension(targets, self._points)
+        return self._with(_targets=targets, _shards=Shards(self._group, targets, self._points), _engines={})
+
+    def attend(self, bias: Tensor, value: Tensor | None = None) -> Attended:
+        query, key = self._embedded
+        return attend_prepared(self._engine, query, key, value, bias, self._tol)
+
+    @property
+    def _engine(self) -> Engine:
+        if self._method not in self._engines:
+            self._engines[self._method] = self._prepared()
+        return self._engines[self._method]
+
+    def _prepared(self) -> Engine:
+        return Ring(self._group, self._shards.queries, self._shards.keys, self._backend)
+
+    @property
+    def _embedded(self) -> tuple[Tensor, Tensor]:
+        """Queries (*batch, n, d) and keys (*batch, m, d) of its attention, x / σ about the origin of all ranks."""
+        key = scaled(self.centred.to(self.dtype), self._sigma)
+        if self._is_self:
+            return key, key
+        targets = self._targets - self._shards.origin.to(self._targets)
+        return scaled(targets.to(self.dtype), self._sigma), key
+
+    def exact_lse(self, rows: Tensor, bias: Tensor) -> Tensor:
+        query, key, bias = (x.detach().cpu().double() for x in (*self._embedded, bias))
+        batch = self.shape[:-2]
+        query = query[..., rows, :].expand(*batch, -1, -1).flatten(0, -3) if batch else query[None, rows]
+        key = key.expand(*batch, -1, -1).flatten(0, -3) if batch else key[None]
+        bias = bias.expand(*batch, -1).flatten(0, -2) if batch else bias[None]
+        found = [rows_of_all(self._group, *one) for one in zip(query, key, bias, strict=True)]
+        return torch.stack(found).reshape(*batch, -1)

@@ -1,0 +1,78 @@
+"""Where a sharded cloud is: how many points each rank has, about one origin, prepared once for all bandwidths."""
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from qattn import _checks
+from qattn.distributed.group import Group
+from qattn.kernels.sites import Sites
+from qattn.tiling import kd_order
+
+__all__ = ["Shards", "gather", "shard"]
+
+
+class Shards:
+    """This rank's targets and points among those of all ranks.
+
+    Args:
+        group: The ranks.
+        targets: Positions (*batch, n, d), as many as this rank has.
+        points: Positions (*batch, m, d); the same object as the targets for a cloud and itself.
+    """
+
+    def __init__(self, group: Group, targets: Tensor, points: Tensor) -> None:
+        self.group = group
+        batch = torch.broadcast_shapes(targets.shape[:-2], points.shape[:-2])
+        about = [*points.shape[-1:], points.dtype.itemsize, *batch]
+        header = torch.tensor([targets.shape[-2], points.shape[-2], len(about), *about], device=points.device)
+        headers = [row.tolist() for row in group.joined(header)]
+        _checks.same_on_all_ranks("The dimension, the bytes a number and the batch", [row[3:] for row in headers])
+        self.queries, self.keys = ([int(row[n]) for row in headers] for n in (0, 1))
+        self.total = sum(self.keys)
+        if self.total == 0:
+            raise ValueError("`points` should hold at least one point on some rank; all shards are empty.")
+        sums = group.sum(points.detach().double().sum(-2, keepdim=True))
+        self.origin = sums / self.total  # (*batch, 1, d)
+        self.is_self = targets is points
+        self.sites = Sites(targets, points, self.origin)
+
+    @cached_property
+    def box(self) -> tuple[Tensor, Tensor]:
+        """The corners (d,) of the box about all points of all ranks and clouds, about the origin."""
+        clouds = self.sites.clouds[1:] if self.is_self else self.sites.clouds
+        both = torch.cat([x.reshape(-1, x.shape[-1]) for x in clouds]).double()
+        far = both.new_full((1, both.shape[-1]), -torch.inf)  # an empty shard has no corners
+        ends = self.group.maximum(torch.stack([torch.cat([far, -both]).amax(0), torch.cat([far, both]).amax(0)]))
+        return -ends[0], ends[1]
+
+
+def shard(points: Tensor, group: object = None) -> Tensor:
+    """The numbers (n,) of those points (N, d) that this rank should take, of a cloud that all ranks can read.
+
+    Ranks get runs of equal length in the order of a k-d tree, which are compact: few points of one are near another.
+    Any other way to share a cloud out is as right, and merely exchanges more. What belongs to the points follows by
+    `mass[index]`, also from a file that is mapped to memory.
+
+    Args:
+        points: Positions of shape (N, d), the same on all ranks.
+        group: A process group; None for that of all processes.
+    """
+    ranks, x = Group(group), _checks.points("points", points)
+    order = kd_order(x.detach().cpu()[None])[0]
+    first, last = (len(order) * (ranks.rank + end) // ranks.size for end in (0, 1))
+    return order[first:last].to(x.device)
+
+
+def gather(x: Tensor, index: Tensor, group: object = None) -> Tensor:
+    """What the ranks have of a cloud, (n, …) each, as a whole (N, …) on all of them, in the order that `shard` left.
+
+    Args:
+        x: What this rank has, one row a point.
+        index: The numbers (n,) of its points, from `shard`.
+        group: A process group; None for that of all processes.
+    """
+    ranks = Group(group)
+    rows, numbers = torch.cat(ranks.joined(x)), torch.cat(ranks.joined(index))
+    return torch.empty_like(rows).index_copy_(0, numbers, rows)

@@ -1,0 +1,183 @@
+"""Checks that run on every rank of a group, against one process with the whole cloud in float64; no tests.
+
+python on_ranks.py PORT RANKS CHECK METHOD
+"""
+
+import datetime
+import os
+import sys
+import warnings
+
+import torch
+import torch.distributed as dist
+
+import qattn
+from qattn.distributed import Group, ShardedGaussian, gather, shard
+
+SIGMA, TOL = 0.4, {"exact": 1e-10, "tiles": 1e-6, "fourier": 1e-6}
+
+
+def close(found, expected, tol=1e-9):
+    torch.testing.assert_close(found, expected, rtol=tol, atol=tol)
+
+
+def cloud(N=230, seed=0):
+    """A sphere with a few points of no mass, and a signal."""
+    generator = torch.Generator().manual_seed(seed)
+    points = torch.randn(N, 3, generator=generator, dtype=torch.float64)
+    points = torch.nn.functional.normalize(points, dim=-1) + 5  # off the origin, by different means on the ranks
+    mass = torch.rand(N, generator=generator, dtype=torch.float64) + 0.1
+    mass[::11] = 0
+    return points, mass, torch.randn(N, 2, generator=generator, dtype=torch.float64)
+
+
+def shares(N):
+    """Which points are this rank's: compact shards, uneven ones, and all points on one rank."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    yield shard(cloud(N)[0])
+    cuts = [N * r**2 // size**2 for r in range(size + 1)]
+    yield torch.arange(N)[cuts[rank] : cuts[rank + 1]]
+    yield torch.arange(N if rank == size - 1 else 0)
+
+
+def same_as_one(method):
+    """Attention, the operator, its transpose, its gradient in space, its extension, and what they report."""
+    points, mass, signal = cloud()
+    N, tol = len(points), TOL[method]
+    whole = qattn.diffusion(qattn.GaussianKernel(points, SIGMA, method="exact"), mass=mass, tol=1e-8, signal=signal)
+    bias = torch.linspace(-1, 1, N).double()
+    expected = qattn.GaussianKernel(points, SIGMA, method="exact").attend(bias, signal)
+    elsewhere = points[:7] * 1.1
+    for index in shares(N):
+        kernel = ShardedGaussian(points[index], SIGMA, method=method, tol=tol)
+        assert kernel.shape == (len(index), len(index))
+        found = kernel.attend(bias[index], signal[index])
+        close(found.lse, expected.lse[index], 10 * tol)
+        close(found.out, expected.out[index], 10 * tol)
+        close(kernel.error(bias[index]), torch.zeros(()).double(), 2 * tol)
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            q = qattn.diffusion(kernel, mass=mass[index], tol=1e-8, signal=signal[index])
+        assert bool(q.converged)
+        assert int(q.num_iter) == int(whole.num_iter)
+        close(q.potential, whole.potential[index], 10 * tol)
+        close(q.applied, whole.applied[index], 10 * tol)
+        close(q @ signal[index], (whole @ signal)[index], 10 * tol)
+        close(q.T @ signal[index], (whole.T @ signal)[index], 100 * tol)
+        for got, wanted in zip(q.value_and_gradient(signal[index]), whole.value_and_gradient(signal), strict=True):
+            close(got, wanted[index], 100 * tol)
+        some = torch.arange(7)[dist.get_rank() :: dist.get_world_size()]
+        close(q.extend(elsewhere[some]) @ signal[index], (whole.extend(elsewhere) @ signal)[some], 10 * tol)
+        close(gather(q.applied, index), whole.applied, 10 * tol)
+
+        again = qattn.diffusion(kernel, mass=mass[index], tol=1e-6, init=q.potential)
+        assert int(again.num_iter) == 1
+        for name in ("row", "symmetric", "none"):
+            other = qattn.diffusion(kernel, normalization=name)
+            same = qattn.diffusion(qattn.GaussianKernel(points, SIGMA, method="exact"), normalization=name)
+            close(other @ signal[index], (same @ signal)[index], 10 * tol)
+            close(other.marginal_error, same.marginal_error, 10 * tol)
+
+    everything = torch.full((N,), -torch.inf).double()
+    assert (kernel.attend(everything[index]).lse == -torch.inf).all()
+
+
+def batches_and_heads(method):
+    points = torch.stack([cloud(seed=1)[0], cloud(seed=2)[0] * torch.tensor([1.0, 0.3, 2.0])])
+    sigma, signal = torch.tensor([0.3, 0.6, 1.2]).double(), torch.randn(2, 3, 230, 2, dtype=torch.float64)
+    tol = TOL[method]
+    whole = qattn.diffusion(qattn.GaussianKernel(points, sigma, method="exact"), tol=1e-8, signal=signal)
+    for index in shares(230):
+        kernel = ShardedGaussian(points[:, index], sigma, method=method, tol=tol)
+        q = qattn.diffusion(kernel, tol=1e-8, signal=signal[..., index, :])
+        close(q.potential, whole.potential[..., index], 10 * tol)
+        close(q.applied, whole.applied[..., index, :], 10 * tol)
+        close(q @ signal[0, 0, index], (whole @ signal[0, 0])[..., index, :], 10 * tol)
+        assert q.marginal_error.shape == (2, 3)
+
+
+def gradients(method):
+    """By points, σ, masses and signal, through the normalisation; and of second order."""
+    N, tol = 90, TOL[method]
+    given = cloud(N)
+    weights = torch.randn(N, 2, dtype=torch.float64)
+
+    def loss_of(kernel, points, sigma, mass, signal, weights):
+        q = qattn.diffusion(kernel(points, sigma), mass=mass, tol=1e-11)
+        return (q @ signal * weights).sum()
+
+    def derivatives(kernel, index):
+        points, mass, signal = (x[index].clone().requires_grad_() for x in given)
+        sigma = torch.tensor(SIGMA, dtype=torch.float64, requires_grad=True)
+        inputs = points, sigma, mass, signal
+        loss = loss_of(kernel, *inputs, weights[index])
+        first = torch.autograd.grad(loss, inputs, create_graph=True)
+        # A second order that goes through everything: of |∂loss/∂points|².
+        second = torch.autograd.grad(first[0].square().sum(), inputs)
+        return *first, *second
+
+    expected = derivatives(lambda x, s: qattn.GaussianKernel(x, s, method="exact"), torch.arange(N))
+    for index in shares(N):
+        found = derivatives(lambda x, s: ShardedGaussian(x, s, method=method, tol=tol), index)
+        for got, wanted in zip(found, expected, strict=True):
+            if wanted.ndim == 0:  # of σ each rank has a part
+                close(Group().sum(got), wanted, 1e3 * tol)
+            else:
+                close(got, wanted[index], 1e3 * tol)
+
+
+def subgroups(method):
+    """Two clouds at a time, each on a group of its own; and groups of one rank."""
+    points, mass, signal = cloud()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    whole = qattn.diffusion(qattn.GaussianKernel(points, SIGMA, method="exact"), mass=mass, tol=1e-8)
+    for width in (size // 2, 1):
+        groups = [dist.new_group(list(range(first, first + width))) for first in range(0, size, width)]
+        group = groups[rank // width]
+        index = shard(points, group)
+        q = qattn.diffusion(ShardedGaussian(points[index], SIGMA, group=group, method=method), mass=mass[index])
+        close(q @ signal[index], (whole @ signal)[index], 1e-2)
+
+
+def refusals(_):
+    points, rank = torch.randn(5, 3), dist.get_rank()
+
+    def message(function):
+        try:
+            function()
+        except ValueError as error:
+            return str(error)
+        raise AssertionError("nothing was refused")
+
+    assert "`sigma` should be the same on all ranks" in message(lambda: ShardedGaussian(points, 1.0 + rank))
+    assert "should be the same on all ranks" in message(lambda: ShardedGaussian(torch.randn(5, 2 + rank % 2), 1.0))
+    assert "all shards are empty" in message(lambda: ShardedGaussian(points[:0], 1.0))
+    kernel = ShardedGaussian(points, 1.0)
+    q = qattn.diffusion(kernel)
+    assert f"rank {rank} of" in repr(q)
+    for function in (q.to_dense, q.to_scipy, lambda: qattn.check_axioms(q), kernel.smallest_eigenvalue):
+        assert "sharded over several" in message(function)
+    assert "all be sharded" in message(lambda: kernel + qattn.GaussianKernel(points, 1.0))
+    assert "positive sum" in message(lambda: qattn.diffusion(kernel, mass=torch.zeros(5)))
+    sums = qattn.diffusion(0.5 * kernel + kernel)
+    close(sums @ points, q @ points, 1e-2)
+
+
+CHECKS = {function.__name__: function for function in (same_as_one, batches_and_heads, gradients, subgroups, refusals)}
+
+
+def run(rank, port, size, checks, method):
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    dist.init_process_group("gloo", rank=rank, world_size=size, timeout=datetime.timedelta(seconds=60))
+    for name in checks.split(","):
+        CHECKS[name](method)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    port, size, checks, method = sys.argv[1:]
+    torch.multiprocessing.spawn(run, (port, int(size), checks, method), nprocs=int(size))
