@@ -6,26 +6,55 @@ Solvers ask this for the few numbers that are of all sites together. Everything 
 
 from abc import ABC, abstractmethod
 
+import torch
 from torch import Tensor
 
 __all__ = ["ALONE", "Ranks"]
 
 
 class Ranks(ABC):
-    """Reductions over all sites, of which the last axis holds those that are here."""
+    """Those that hold sites, and what they compute together."""
 
     @property
     @abstractmethod
     def is_alone(self) -> bool:
         """Whether all sites are here."""
 
+    @property
     @abstractmethod
-    def total(self, x: Tensor) -> Tensor:
-        """Σ x over all sites, (*batch, N) to (*batch,); differentiable."""
+    def rank(self) -> int:
+        """The number of this process."""
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """The number of processes."""
 
     @abstractmethod
+    def sum(self, x: Tensor) -> Tensor:
+        """Σ x over the ranks."""
+
+    @abstractmethod
+    def maximum(self, x: Tensor) -> Tensor:
+        """The largest x of the ranks, without gradient."""
+
+    @abstractmethod
+    def joined(self, x: Tensor) -> list[Tensor]:
+        """The tensors x of all ranks, (n, …) with a length of their own each, without gradient."""
+
+    def total(self, x: Tensor) -> Tensor:
+        """Σ x over all sites, (*batch, N) to (*batch,)."""
+        return self.sum(x.sum(-1))
+
     def largest(self, x: Tensor) -> Tensor:
         """The largest x ≥ 0 of all sites, (*batch, N) to (*batch,), without gradient; 0 if there are none."""
+        return self.maximum(x.detach().amax(-1) if x.shape[-1] else x.new_zeros(x.shape[:-1]))
+
+    def log_sum(self, x: Tensor) -> Tensor:
+        """log Σ e^x over the ranks."""
+        top = self.maximum(x)
+        top = torch.where(top == -torch.inf, 0, top)
+        return top + torch.log(self.sum(torch.exp(x - top)))
 
 
 class _Alone(Ranks):
@@ -33,11 +62,22 @@ class _Alone(Ranks):
     def is_alone(self) -> bool:
         return True
 
-    def total(self, x: Tensor) -> Tensor:
-        return x.sum(-1)
+    @property
+    def rank(self) -> int:
+        return 0
 
-    def largest(self, x: Tensor) -> Tensor:
-        return x.detach().amax(-1) if x.shape[-1] else x.new_zeros(x.shape[:-1])
+    @property
+    def size(self) -> int:
+        return 1
+
+    def sum(self, x: Tensor) -> Tensor:
+        return x
+
+    def maximum(self, x: Tensor) -> Tensor:
+        return x.detach()
+
+    def joined(self, x: Tensor) -> list[Tensor]:
+        return [x.detach()]
 
 
 ALONE = _Alone()

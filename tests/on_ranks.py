@@ -83,6 +83,30 @@ def same_as_one(method):
     assert (kernel.attend(everything[index]).lse == -torch.inf).all()
 
 
+def near_and_far(method):
+    """Small bandwidths: only what is near another rank is sent there; also for points without mass, far from all."""
+    N, sigma, tol = 3000, 0.05, 1e-5
+    points, mass, signal = cloud(N)
+    points[0] += 3.0  # mass 0
+    signal = signal.abs()
+    bias = torch.log(mass) + 3 * torch.rand(N, dtype=torch.float64)
+    expected = qattn.GaussianKernel(points, sigma, method="exact").attend(bias, signal)
+    for index in shares(N):
+        kernel = ShardedGaussian(points[index], sigma, method=method, tol=tol)
+        out, lse = kernel.attend(bias[index], signal[index])
+        counts = (mass[index] > 0) | (method != "fourier")  # whose error is absolute, and not checked elsewhere
+        torch.testing.assert_close(lse[counts], expected.lse[index][counts], rtol=0, atol=tol)
+        torch.testing.assert_close(out[counts], expected.out[index][counts], rtol=0, atol=6 * tol)
+    if method == "tiles":
+        index = shard(points)
+        kernel = ShardedGaussian(points[index], sigma, method=method, tol=1e-3)
+        assert kernel.attend(torch.zeros(len(index)).double(), signal[index]).lse.isfinite().all()  # finds the halo
+        before = kernel.group.sent
+        kernel.attend(torch.zeros(len(index)).double(), signal[index])
+        everything = 8 * (N - len(index)) * (3 + 1 + 2)
+        assert kernel.group.sent - before < 0.5 * everything
+
+
 def batches_and_heads(method):
     points = torch.stack([cloud(seed=1)[0], cloud(seed=2)[0] * torch.tensor([1.0, 0.3, 2.0])])
     sigma, signal = torch.tensor([0.3, 0.6, 1.2]).double(), torch.randn(2, 3, 230, 2, dtype=torch.float64)
@@ -164,7 +188,10 @@ def refusals(_):
     close(sums @ points, q @ points, 1e-2)
 
 
-CHECKS = {function.__name__: function for function in (same_as_one, batches_and_heads, gradients, subgroups, refusals)}
+CHECKS = {
+    function.__name__: function
+    for function in (same_as_one, near_and_far, batches_and_heads, gradients, subgroups, refusals)
+}
 
 
 def run(rank, port, size, checks, method):

@@ -24,8 +24,6 @@ class Group(Ranks):
         group: A process group; None for that of all processes.
 
     Attributes:
-        rank: The number of this process.
-        size: The number of processes.
         sent: The bytes that this rank has sent: those of messages as they are, and those of collectives as if by rings,
             2(R − 1)/R times the data for a sum and R − 1 times for a gathering.
     """
@@ -37,32 +35,26 @@ class Group(Ranks):
                 "`torch.distributed.init_process_group()` first, in a program started by `torchrun`."
             )
         self.group = group
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self.sent = 0
 
     @property
     def is_alone(self) -> bool:
         return False
 
-    def total(self, x: Tensor) -> Tensor:
-        return _Total.apply(x.sum(-1), self)
+    @property
+    def rank(self) -> int:
+        return self._rank
 
-    def largest(self, x: Tensor) -> Tensor:
-        return self.maximum(x.detach().amax(-1) if x.shape[-1] else x.new_zeros(x.shape[:-1]))
+    @property
+    def size(self) -> int:
+        return self._size
 
     def sum(self, x: Tensor) -> Tensor:
-        """Σ x over the ranks, without gradient."""
-        return self._reduced(x, dist.ReduceOp.SUM, "adding up")
+        return _Sum.apply(x, self)
 
     def maximum(self, x: Tensor) -> Tensor:
-        """The largest x of the ranks, without gradient."""
         return self._reduced(x, dist.ReduceOp.MAX, "comparing")
-
-    def log_sum(self, x: Tensor) -> Tensor:
-        """log Σ e^x over the ranks, without gradient."""
-        top = self.maximum(x)
-        top = torch.where(top == -torch.inf, 0, top)
-        return top + torch.log(self.sum(torch.exp(x - top)))
 
     def _reduced(self, x: Tensor, operation: Any, doing: str) -> Tensor:
         x = x.detach().clone(memory_format=torch.contiguous_format)
@@ -81,7 +73,6 @@ class Group(Ranks):
         return found
 
     def joined(self, x: Tensor) -> list[Tensor]:
-        """The tensors x of all ranks, (n, …) with a length of their own each."""
         lengths = [int(n) for n in self.gathered(torch.tensor([len(x)], device=x.device))]
         padded = x.new_zeros(max(lengths), *x.shape[1:])
         padded[: len(x)] = x
@@ -113,12 +104,12 @@ class Group(Ranks):
             ) from error
 
 
-class _Total(torch.autograd.Function):
+class _Sum(torch.autograd.Function):
     """Σ x over the ranks. What follows on each of them depends on all, so cotangents are summed too."""
 
     @staticmethod
     def forward(x: Tensor, group: Group) -> Tensor:
-        return group.sum(x)
+        return group._reduced(x, dist.ReduceOp.SUM, "adding up")
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Group], output: Tensor) -> None:
@@ -126,7 +117,7 @@ class _Total(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, None]:
-        return _Total.apply(grads[0], ctx.group), None
+        return _Sum.apply(grads[0], ctx.group), None
 
 
 def pack(*tensors: Tensor) -> Tensor:

@@ -9,16 +9,18 @@ from qattn import _checks
 from qattn.attended import Attended
 from qattn.attention.backend import Engine
 from qattn.distributed.group import Group
-from qattn.distributed.ring import Ring, rows_of_all
+from qattn.distributed.halo import Halo
+from qattn.distributed.ring import Ring
 from qattn.distributed.shards import Shards
 from qattn.kernels.base import GaussianPoints
-from qattn.kernels.prepared import attend_prepared
+from qattn.kernels.fourier import Fourier
+from qattn.kernels.prepared import attend_prepared, rows_of_all
 from qattn.kernels.sites import scaled
 from qattn.ranks import Ranks
 
 __all__ = ["ShardedGaussian"]
 
-METHODS = ("exact",)
+METHODS = ("exact", "tiles", "fourier")
 
 
 class ShardedGaussian(GaussianPoints):
@@ -145,6 +147,10 @@ class ShardedGaussian(GaussianPoints):
         return self._engines[self._method]
 
     def _prepared(self) -> Engine:
+        if self._method == "tiles":
+            return Halo(self._group, *self._shards.sites.sorted(self._sigma.detach()), self._backend)
+        if self._method == "fourier":
+            return Fourier(*self._shards.sites.scaled(self._sigma.detach()), ranks=self._group)
         return Ring(self._group, self._shards.queries, self._shards.keys, self._backend)
 
     @property

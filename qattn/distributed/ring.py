@@ -2,7 +2,6 @@
 
 from functools import cached_property
 
-import torch
 from torch import Tensor
 
 from qattn.attended import Attended, merge
@@ -11,7 +10,7 @@ from qattn.attention.backend import Engine
 from qattn.attention.inputs import Inputs
 from qattn.distributed.group import Group, pack, unpack
 
-__all__ = ["Ring", "rows_of_all"]
+__all__ = ["Ring"]
 
 
 class Ring(Engine):
@@ -70,15 +69,3 @@ class Ring(Engine):
             inputs.query, key, value, bias=bias[..., 0], score=inputs.score, tol=inputs.tol, backend=self._backend
         )
         return Attended(None if out is None else out.to(inputs.dtype), lse.to(inputs.dtype))
-
-
-def rows_of_all(group: Group, query: Tensor, key: Tensor, bias: Tensor) -> Tensor:
-    """The lse (n,) of a few queries (n, D) of each rank with the keys (M, D) of all: the queries travel, not the keys.
-
-    Every rank attends to its own keys with the queries of all.
-    """
-    queries = group.joined(query)
-    with torch.no_grad():
-        found = attend(torch.cat(queries), key, bias=bias).lse
-    starts = [len(rows) for rows in queries[: group.rank + 1]]
-    return group.log_sum(found)[sum(starts[:-1]) : sum(starts)]

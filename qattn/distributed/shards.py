@@ -1,7 +1,5 @@
 """Where a sharded cloud is: how many points each rank has, about one origin, prepared once for all bandwidths."""
 
-from functools import cached_property
-
 import torch
 from torch import Tensor
 
@@ -37,15 +35,6 @@ class Shards:
         self.origin = sums / self.total  # (*batch, 1, d)
         self.is_self = targets is points
         self.sites = Sites(targets, points, self.origin)
-
-    @cached_property
-    def box(self) -> tuple[Tensor, Tensor]:
-        """The corners (d,) of the box about all points of all ranks and clouds, about the origin."""
-        clouds = self.sites.clouds[1:] if self.is_self else self.sites.clouds
-        both = torch.cat([x.reshape(-1, x.shape[-1]) for x in clouds]).double()
-        far = both.new_full((1, both.shape[-1]), -torch.inf)  # an empty shard has no corners
-        ends = self.group.maximum(torch.stack([torch.cat([far, -both]).amax(0), torch.cat([far, both]).amax(0)]))
-        return -ends[0], ends[1]
 
 
 def shard(points: Tensor, group: object = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Attention by an engine that has been prepared for the points of a kernel."""
+"""Attention by an engine that has been prepared for the points of a kernel, and a few exact rows to check it by."""
 
 import math
 from functools import partial
@@ -8,12 +8,13 @@ from torch import Tensor
 
 from qattn import _checks
 from qattn.attended import Attended
-from qattn.attention import gaussian
+from qattn.attention import attend, gaussian
 from qattn.attention.api import attend_by
 from qattn.attention.backend import Engine
 from qattn.attention.score import Score
+from qattn.ranks import Ranks
 
-__all__ = ["attend_prepared"]
+__all__ = ["attend_prepared", "rows_of_all"]
 
 
 def attend_prepared(
@@ -34,6 +35,17 @@ def attend_prepared(
     chosen = partial(_checks.engine_takes, engine)
     out, lse = attend_by(chosen, query, key, folded, bias=bias, score=score, tol=tol)
     return Attended(None if out is None or value is None else _unfold(out, value, batch), lse)
+
+
+def rows_of_all(ranks: Ranks, query: Tensor, key: Tensor, bias: Tensor) -> Tensor:
+    """The lse (n,) of a few queries (n, D) of each rank with the keys (M, D) of all, without gradient.
+
+    The queries travel, and not the keys: every rank attends to its own with the queries of all.
+    """
+    queries = ranks.joined(query)
+    with torch.no_grad():
+        found = ranks.log_sum(attend(torch.cat(queries), key, bias=bias).lse)
+    return found.split([len(rows) for rows in queries])[ranks.rank]
 
 
 def _extra_axes(value: Tensor, batch: torch.Size) -> tuple[torch.Size, list[int], list[int]]:

@@ -18,6 +18,11 @@ def scaled(points: Tensor, sigma: Tensor) -> Tensor:
     return points[..., None, :, :] / sigma[:, None, None]  # (*batch, H, N, d)
 
 
+def _flat(x: Tensor, axes: int) -> Tensor:
+    """One batch axis before the last axes; also of a shard without points."""
+    return x.reshape(x.shape[:-axes].numel(), *x.shape[-axes:])
+
+
 class Sites:
     """Targets and the points that they attend to.
 
@@ -53,7 +58,7 @@ class Sites:
         """The orders of the targets and of the points, (*batch, N) and (*batch, M)."""
 
         def order(x: Tensor) -> Tensor:
-            return kd_order(x.reshape(-1, *x.shape[-2:]).cpu()).reshape(*self.batch, -1)
+            return kd_order(_flat(x, 2).cpu()).reshape(x.shape[:-1])
 
         targets, points = self.clouds
         last = order(points)
@@ -61,13 +66,9 @@ class Sites:
 
     def scaled(self, sigma: Tensor) -> tuple[Tensor, Tensor]:
         """Targets and points by σ, flattened to (B, N, d) and (B, M, d)."""
-
-        def flat(x: Tensor) -> Tensor:
-            return scaled(x, sigma).reshape(-1, *x.shape[-2:])
-
         targets, points = self.clouds
-        points = flat(points)
-        return points if self._is_self else flat(targets), points
+        points = _flat(scaled(points, sigma), 2)
+        return points if self._is_self else _flat(scaled(targets, sigma), 2), points
 
     def sorted(self, sigma: Tensor) -> tuple[SortedCloud, SortedCloud]:
         """Targets and points by σ, in tiles."""
@@ -75,7 +76,7 @@ class Sites:
         def cloud(points: Tensor, order: Tensor) -> SortedCloud:
             if sigma.ndim:
                 order = order[..., None, :].expand(*self.batch, len(sigma), -1)
-            return SortedCloud(points, order.reshape(-1, order.shape[-1]))
+            return SortedCloud(points, _flat(order, 1))
 
         targets, points = self.scaled(sigma)
         last = cloud(points, self._orders[1])
