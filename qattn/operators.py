@@ -217,7 +217,7 @@ class Diffusion(_Operator):
 
     def for_channels(self, channels: int) -> "Diffusion":
         """The operator by whatever method applies it cheapest to many channels, again and again."""
-        if not isinstance(self.kernel, GaussianKernel):
+        if not isinstance(self.kernel, GaussianPoints):
             return self
         kernel = self.kernel.for_channels(channels)
         return Diffusion(

@@ -50,6 +50,15 @@ class Ranks(ABC):
         """The largest x ≥ 0 of all sites, (*batch, N) to (*batch,), without gradient; 0 if there are none."""
         return self.maximum(x.detach().amax(-1) if x.shape[-1] else x.new_zeros(x.shape[:-1]))
 
+    def highest(self, x: Tensor) -> Tensor:
+        """The largest of the rows x (n, …) of all ranks, shape (…), without gradient; −inf if there are none."""
+        return self.maximum(x.detach().amax(0) if len(x) else x.new_full(x.shape[1:], -torch.inf))
+
+    def box(self, points: Tensor) -> tuple[Tensor, Tensor]:
+        """The least and the largest coordinates, (D,) each, of the points (n, D) of all ranks."""
+        high = self.highest(torch.cat([points, -points], dim=-1))
+        return -high[points.shape[-1] :], high[: points.shape[-1]]
+
     def log_sum(self, x: Tensor) -> Tensor:
         """log Σ e^x over the ranks."""
         top = self.maximum(x)

@@ -10,6 +10,7 @@ import warnings
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import qattn
 from qattn.distributed import Group, ShardedGaussian, gather, shard
@@ -164,6 +165,50 @@ def subgroups(method):
         close(q @ signal[index], (whole @ signal)[index], 1e-2)
 
 
+def choices(_):
+    """All ranks take the same method, the cheapest for each bandwidth, whatever they hold."""
+    points = cloud(12_000)[0].float()
+    for index in shares(len(points)):
+        kernel = ShardedGaussian(points[index], [0.02, 0.8])
+        assert kernel.method == ("tiles", "fourier")
+        assert ShardedGaussian(points[index][:30], 0.1).method == "exact"
+        q = qattn.diffusion(kernel, signal=points[index])
+        assert bool(q.converged.all())
+        assert float(q.error().amax()) <= 1e-3
+        assert q.applied.shape == (2, len(index), 3)
+
+
+def networks(method):
+    """A network on a cloud over all ranks is the network on the cloud; DDP trains it."""
+    points, mass, features = cloud(120)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    options = {"num_scales": 2, "features": 2, "num_blocks": 2, "sigma": (0.2, 1.0), "tol": 1e-9}
+    for output in ("points", "mean"):
+        torch.manual_seed(0)
+        whole = qattn.nn.QDiffNet(2, 3, output=output, method="exact", **options).double()
+        torch.manual_seed(rank)  # rank 0 decides where the parameters start
+        network = qattn.nn.QDiffNet(2, 3, output=output, method=method, sharded=True, **options).double()
+        parallel = DistributedDataParallel(network)
+        for index in shares(120):
+            whole.zero_grad()
+            network.zero_grad()
+            expected = whole(features, points, mass)
+            expected.square().sum().backward()
+            found = parallel(features[index], points[index], mass[index])
+            close(found, expected[index] if output == "points" else expected, 1e-4)
+            # DDP averages over the ranks: losses that add up count as often, those that all have alike once.
+            loss = found.square().sum() * (size if output == "points" else 1)
+            loss.backward()
+            for got, wanted in zip(network.parameters(), whole.parameters(), strict=True):
+                close(got.grad, wanted.grad, 1e-3)
+    equal = whole(features, points)  # masses that are not given are equal over all ranks
+    close(parallel(features[index], points[index]), equal, 1e-4)
+    block = qattn.nn.QBlock(2, 1, content_dim=2, sharded=True, method="exact").double()
+    for parameter in block.parameters():
+        dist.broadcast(parameter.data, 0)
+    assert block(features[index], points[index]).shape == (len(index), 2)
+
+
 def refusals(_):
     points, rank = torch.randn(5, 3), dist.get_rank()
 
@@ -190,7 +235,7 @@ def refusals(_):
 
 CHECKS = {
     function.__name__: function
-    for function in (same_as_one, near_and_far, batches_and_heads, gradients, subgroups, refusals)
+    for function in (same_as_one, near_and_far, batches_and_heads, gradients, subgroups, choices, networks, refusals)
 }
 
 

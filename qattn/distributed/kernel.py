@@ -1,5 +1,6 @@
 r"""The Gaussian kernel of a cloud that lies on several ranks."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,13 +15,12 @@ from qattn.distributed.ring import Ring
 from qattn.distributed.shards import Shards
 from qattn.kernels.base import GaussianPoints
 from qattn.kernels.fourier import Fourier
-from qattn.kernels.prepared import attend_prepared, rows_of_all
+from qattn.kernels.methods import Instead, Methods, Work
+from qattn.kernels.prepared import attend_by_heads, attend_prepared, rows_of_all
 from qattn.kernels.sites import scaled
 from qattn.ranks import Ranks
 
 __all__ = ["ShardedGaussian"]
-
-METHODS = ("exact", "tiles", "fourier")
 
 
 class ShardedGaussian(GaussianPoints):
@@ -38,9 +38,11 @@ class ShardedGaussian(GaussianPoints):
         points: This rank's positions, of shape (*batch, n, d); n may differ, and be 0.
         sigma: The bandwidth σ > 0, the same on all ranks: a number, or H numbers, which give a head axis before n.
         group: The process group; None for that of all processes. Its timeout is how long a rank waits for the others.
-        method: "exact" computes all pairs, with blocks of points that go around the ranks.
+        method: "exact" computes all pairs, with blocks of points that go around the ranks; "tiles" exchanges only the
+            points that are near other ranks, which are few if shards are compact; "fourier" adds up modes. "auto" takes
+            the cheapest, the same on all ranks; see `GaussianKernel`.
         tol: The largest error of lse that is acceptable.
-        backend: Which attention backend "exact" uses; see `qattn.backends()`.
+        backend: Which attention backend "exact" or "tiles" uses; see `qattn.backends()`.
     """
 
     def __init__(
@@ -49,12 +51,11 @@ class ShardedGaussian(GaussianPoints):
         sigma: Any,
         *,
         group: Any = None,
-        method: str = "exact",
+        method: str = "auto",
         tol: float = 1e-3,
         backend: str = "auto",
     ) -> None:
         _checks.positive("`tol`", tol)
-        _checks.one_of("method", method, METHODS)
         self._points = self._targets = _checks.points("points", points, least=0)
         self._sigma = _checks.bandwidth(sigma, self._points)
         self._method, self._tol, self._backend = method, tol, backend
@@ -62,12 +63,23 @@ class ShardedGaussian(GaussianPoints):
         numbers = self._group.joined(self._sigma.detach().reshape(-1).double())
         _checks.same_on_all_ranks("`sigma`", [row.tolist() for row in numbers])
         self._shards = Shards(self._group, self._targets, self._points)
-        self._engines: dict[str, Engine] = {}
+        self._work = Work()
+        self._methods = self._make_methods()
+
+    def _make_methods(self) -> Methods:
+        make = partial(_engine, self._shards, self._backend)
+        return Methods(self._shards.sites, self._sigma, self._method, self._tol, self._backend, self._work, make)
 
     def _with(self, **changed: Any) -> "ShardedGaussian":
         """A copy with some of its parts changed."""
         kernel = object.__new__(ShardedGaussian)
         kernel.__dict__.update(self.__dict__ | changed)
+        return kernel
+
+    def _remade(self, **changed: Any) -> "ShardedGaussian":
+        """A copy that chooses its methods anew."""
+        kernel = self._with(**changed)
+        kernel._methods = kernel._make_methods()
         return kernel
 
     def __repr__(self) -> str:
@@ -91,6 +103,12 @@ class ShardedGaussian(GaussianPoints):
     def sigma(self) -> Tensor:
         """The bandwidth σ, a tensor without axes or of shape (H,)."""
         return self._sigma
+
+    @property
+    def method(self) -> str | tuple[str, ...]:
+        """The method in use: a word, or one for each head. All ranks ask for it, as they choose together."""
+        methods = tuple(choice.method for choice in self._methods.choices)
+        return methods[0] if self._sigma.ndim == 0 else methods
 
     @property
     def group(self) -> Group:
@@ -122,51 +140,53 @@ class ShardedGaussian(GaussianPoints):
     def replace(self, *tensors: Tensor) -> "ShardedGaussian":
         points, sigma = tensors[:2]
         targets = points if self._is_self else tensors[2]
-        kernel = self._with(_points=points, _sigma=sigma, _targets=targets)
-        if (points.device, points.dtype) != (self.device, self._points.dtype):
-            kernel._shards, kernel._engines = Shards(self._group, targets, points), {}
-        return kernel
+        changed = {"_points": points, "_sigma": sigma, "_targets": targets}
+        if (points.device, points.dtype) == (self.device, self._points.dtype):
+            return self._with(**changed)
+        return self._remade(**changed, _shards=Shards(self._group, targets, points))
 
     def prepared_as(self, other: "ShardedGaussian") -> "ShardedGaussian":
-        return self._with(_shards=other._shards, _engines={})
+        return self._remade(_shards=other._shards)
 
     def at(self, points: Any) -> "ShardedGaussian":
         """The kernel between other points, of which each rank gives some, and those of all ranks."""
         targets = _checks.points("points", points, least=0).to(self._points)
         _checks.same_dimension(targets, self._points)
-        return self._with(_targets=targets, _shards=Shards(self._group, targets, self._points), _engines={})
+        return self._remade(_targets=targets, _shards=Shards(self._group, targets, self._points))
+
+    def for_channels(self, channels: int) -> "ShardedGaussian":
+        return self._remade(_work=Work(sums=0, channels=channels))
 
     def attend(self, bias: Tensor, value: Tensor | None = None) -> Attended:
-        query, key = self._embedded
-        return attend_prepared(self._engine, query, key, value, bias, self._tol)
+        return attend_by_heads(self._methods.groups, self.shape[:-2], bias, value, self._attend_by)
 
-    @property
-    def _engine(self) -> Engine:
-        if self._method not in self._engines:
-            self._engines[self._method] = self._prepared()
-        return self._engines[self._method]
+    def _attend_by(self, engine: Engine | None, heads: Tensor | None, bias: Tensor, value: Tensor | None) -> Attended:
+        assert engine is not None
+        query, key = self._embedded(self._sigma if heads is None else self._sigma[heads])
+        return attend_prepared(engine, query, key, value, bias, self._tol)
 
-    def _prepared(self) -> Engine:
-        if self._method == "tiles":
-            return Halo(self._group, *self._shards.sites.sorted(self._sigma.detach()), self._backend)
-        if self._method == "fourier":
-            return Fourier(*self._shards.sites.scaled(self._sigma.detach()), ranks=self._group)
-        return Ring(self._group, self._shards.queries, self._shards.keys, self._backend)
-
-    @property
-    def _embedded(self) -> tuple[Tensor, Tensor]:
+    def _embedded(self, sigma: Tensor) -> tuple[Tensor, Tensor]:
         """Queries (*batch, n, d) and keys (*batch, m, d) of its attention, x / σ about the origin of all ranks."""
-        key = scaled(self.centred.to(self.dtype), self._sigma)
+        key = scaled(self.centred.to(self.dtype), sigma)
         if self._is_self:
             return key, key
         targets = self._targets - self._shards.origin.to(self._targets)
-        return scaled(targets.to(self.dtype), self._sigma), key
+        return scaled(targets.to(self.dtype), sigma), key
 
     def exact_lse(self, rows: Tensor, bias: Tensor) -> Tensor:
-        query, key, bias = (x.detach().cpu().double() for x in (*self._embedded, bias))
+        query, key, bias = (x.detach().cpu().double() for x in (*self._embedded(self._sigma), bias))
         batch = self.shape[:-2]
         query = query[..., rows, :].expand(*batch, -1, -1).flatten(0, -3) if batch else query[None, rows]
         key = key.expand(*batch, -1, -1).flatten(0, -3) if batch else key[None]
         bias = bias.expand(*batch, -1).flatten(0, -2) if batch else bias[None]
         found = [rows_of_all(self._group, *one) for one in zip(query, key, bias, strict=True)]
         return torch.stack(found).reshape(*batch, -1)
+
+
+def _engine(shards: Shards, backend: str, method: str, sigma: Tensor, instead: Instead | None) -> Engine:
+    """The engine of a method for some bandwidths."""
+    if method == "tiles":
+        return Halo(shards.group, *shards.sites.sorted(sigma), backend)
+    if method == "fourier":
+        return Fourier(*shards.sites.scaled(sigma), instead, shards.group)
+    return Ring(shards.group, shards.queries, shards.keys, backend)

@@ -34,7 +34,7 @@ class Shards:
         sums = group.sum(points.detach().double().sum(-2, keepdim=True))
         self.origin = sums / self.total  # (*batch, 1, d)
         self.is_self = targets is points
-        self.sites = Sites(targets, points, self.origin)
+        self.sites = Sites(targets, points, self.origin, group)
 
 
 def shard(points: Tensor, group: object = None) -> Tensor:

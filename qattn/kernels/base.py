@@ -151,6 +151,10 @@ class GaussianPoints(PointKernel):
     def prepared_as(self, other: Any) -> "GaussianPoints":
         """The same kernel, with what another one has prepared for the same points: their order."""
 
+    @abstractmethod
+    def for_channels(self, channels: int) -> "GaussianPoints":
+        """The same kernel by the method that is cheapest to apply to so many channels, again and again."""
+
 
 class SumKernel(PointKernel):
     """K + L + …, by merging."""

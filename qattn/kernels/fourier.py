@@ -66,12 +66,10 @@ class _Product:
 
     def __init__(self, query: Tensor, key: Tensor, error: float, ranks: Ranks) -> None:
         self.error, self._ranks = error, ranks
-        both = torch.cat([query, key]).double()
-        ends = torch.stack([-both, both]) if len(both) else both.new_full((2, 1, both.shape[-1]), -torch.inf)
-        low, high = ranks.maximum(ends.amax(1)) * both.new_tensor([[-1.0], [1.0]])  # (D,) each
+        low, high = ranks.box(torch.cat([query, key]).double())
         reach = math.sqrt(2 * math.log(1 / error))
         self.shape = tuple(modes((high - low).tolist(), error))
-        limit = most_modes(int(ranks.sum(torch.tensor(len(both), device=both.device))) // ranks.size)
+        limit = most_modes(int(ranks.sum(torch.tensor(len(query) + len(key), device=key.device))) // ranks.size)
         if math.prod(self.shape) > limit:
             raise FourierError(
                 f'`method="fourier"` would need {" × ".join(map(str, self.shape))} modes for these points, more than '
@@ -217,7 +215,7 @@ class Fourier(Engine):
     def _attend_cloud(self, b: int, bias: Tensor, value: Tensor | None, tol: float) -> Attended:
         """Attention of the cloud b, for bias (M,) and value (M, C)."""
         N, ranks = self._query.shape[1], self._ranks
-        top = _largest(ranks, bias)
+        top = ranks.highest(bias)
         if top == -torch.inf:
             nothing = bias.new_full((N,), -torch.inf)
             return Attended(None if value is None else value.new_zeros(N, value.shape[-1]), nothing)
@@ -228,7 +226,7 @@ class Fourier(Engine):
         rows = self._some_rows(bias)
         exact = self._exact(b, rows, bias)
         rounding = 16 * torch.finfo(bias.dtype).eps * max(1.0, float(ranks.largest(exact.abs())))
-        least, norm = -_largest(ranks, -exact), ranks.total(weights.square()).sqrt()
+        least, norm = -ranks.highest(-exact), ranks.total(weights.square()).sqrt()
         error = first_error(tol, float(torch.exp(least - top)), float(norm))
         while True:
             product = self._product(b, error)
@@ -266,8 +264,3 @@ class Fourier(Engine):
 
     def _exact(self, b: int, rows: Tensor, bias: Tensor) -> Tensor:
         return rows_of_all(self._ranks, self._query[b, rows].to(bias.dtype), self._key[b].to(bias.dtype), bias)
-
-
-def _largest(ranks: Ranks, x: Tensor) -> Tensor:
-    """The largest x (n,) of all ranks; −inf if there are none."""
-    return ranks.maximum(x.amax() if len(x) else x.new_tensor(-torch.inf))

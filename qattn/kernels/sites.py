@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from qattn.kernels.tiles import SortedCloud
+from qattn.ranks import ALONE, Ranks
 from qattn.tiling import kd_order
 
 __all__ = ["Sites", "scaled"]
@@ -30,10 +31,11 @@ class Sites:
         targets: Positions (*batch, N, d).
         points: Positions (*batch, M, d); the same object as the targets for a cloud and itself.
         origin: What is to be the origin, (*batch, 1, d); the mean of the points by default.
+        ranks: Who holds them all.
     """
 
-    def __init__(self, targets: Tensor, points: Tensor, origin: Tensor | None = None) -> None:
-        self._is_self, self._origin = targets is points, origin
+    def __init__(self, targets: Tensor, points: Tensor, origin: Tensor | None = None, ranks: Ranks = ALONE) -> None:
+        self._is_self, self._origin, self.ranks = targets is points, origin, ranks
         self._given = targets.detach(), points.detach()
         self.batch = torch.broadcast_shapes(targets.shape[:-2], points.shape[:-2])
         self.size = targets.shape[-2], points.shape[-2]  # N and M
@@ -49,9 +51,9 @@ class Sites:
 
     @cached_property
     def extent(self) -> Tensor:
-        """The sides of the box about all clouds, (d,)."""
-        both = torch.cat([x.reshape(-1, x.shape[-1]) for x in self.clouds])
-        return (both.amax(0) - both.amin(0)).double()
+        """The sides of the box about all clouds, of all ranks, (d,)."""
+        low, high = self.ranks.box(torch.cat([x.reshape(-1, x.shape[-1]) for x in self.clouds]))
+        return (high - low).double()
 
     @cached_property
     def _orders(self) -> tuple[Tensor, Tensor]:
