@@ -1,0 +1,88 @@
+"""Clouds over 2 and 4 ranks against one process with the whole cloud, and what becomes of ranks that die.
+
+What is checked is in `on_ranks.py`, which runs on every rank.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import qattn
+from qattn.distributed import ShardedGaussian
+
+SCRIPT = str(Path(__file__).with_name("on_ranks.py"))
+
+
+def free_port():
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return str(one.getsockname()[1])
+
+
+def environment(**more):
+    root = str(Path(qattn.__file__).parents[1])
+    return os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"} | more
+
+
+def on_ranks(size, *checks, **more):
+    command = [sys.executable, SCRIPT, free_port(), str(size), *checks]
+    run = subprocess.run(command, env=environment(**more), capture_output=True, text=True, timeout=500, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+METHODS = "exact", "tiles", "fourier"
+
+
+def test_two_ranks_are_one_process():
+    checks = "same_as_one", "near_and_far", "batches_and_heads", "gradients"
+    on_ranks(2, *(f"{check}:{method}" for check in checks for method in METHODS))
+
+
+def test_four_ranks_are_one_process():
+    on_ranks(4, *(f"same_as_one:{method}" for method in METHODS), "gradients:exact", "subgroups:tiles")
+
+
+def test_what_ranks_choose_refuse_and_train():
+    on_ranks(2, "choices:auto", "refusals:auto", "networks:exact")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stalled"])
+def test_a_rank_that_is_lost_stops_the_others(tmp_path, number):
+    """Within the timeout, with a sentence that says what to do; a new start goes on from what was saved."""
+    port, timeout = free_port(), 4.0
+    command = [sys.executable, SCRIPT, port, "3", "killed:tiles"]
+    folder = {"FOLDER": str(tmp_path)}
+    ranks = [
+        subprocess.Popen(
+            command,
+            env=environment(RANK=str(rank), SIGNAL=str(int(number)), TIMEOUT=str(timeout), **folder),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    try:
+        os.waitpid(ranks[1].pid, os.WUNTRACED)  # until it is killed or stopped
+        for rank in (0, 2):
+            errors = ranks[rank].communicate(timeout=timeout + 10)[1]
+            assert ranks[rank].returncode not in (0, None)
+            assert f"Rank {rank} of 3 lost touch with the others" in errors
+            assert "`init=`" in errors
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+            process.stderr.close()
+    if number == signal.SIGKILL:
+        on_ranks(3, "restarted:tiles", **folder)
+
+
+def test_a_group_is_needed():
+    with pytest.raises(ValueError, match=r"init_process_group.*torchrun"):
+        ShardedGaussian(torch.randn(5, 3), 0.1)
