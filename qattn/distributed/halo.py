@@ -24,13 +24,13 @@ from qattn.attention.inputs import Inputs
 from qattn.attention.score import gaussian
 from qattn.distributed.group import Group, pack, unpack
 from qattn.kernels.tiles import SortedCloud, Tiles
-from qattn.tiling import kd_order
+from qattn.tiling import PART, kd_order
 
 __all__ = ["Halo"]
 
-_NODES = 128  # of each cloud, in which rows are taken together
+_NODES = 256  # of each cloud, in which rows are taken together
 _MARGIN = 1.0  # by which R²/2 exceeds what is needed: while it does, the halo need not be found again
-_CHUNK = 2**16  # points whose distances to boxes are computed at a time
+_CHUNK = 2**12  # points whose distances to boxes are computed at a time
 
 
 class _Nodes:
@@ -38,7 +38,9 @@ class _Nodes:
 
     def __init__(self, cloud: SortedCloud, device: torch.device) -> None:
         B, N, D = cloud.points.shape
-        self.is_empty, self._order, self._run = N == 0, cloud.order.to(device), max(1, -(-N // _NODES))
+        self.is_empty, self._order, self._run = N == 0, cloud.order.to(device), PART
+        while _NODES * self._run < N:  # a power of two of leaves, which is a node of the k-d tree
+            self._run *= 2
         self.low = torch.full((B, _NODES, D), torch.inf, dtype=torch.float64, device=device)
         self.high = -self.low
         if N:

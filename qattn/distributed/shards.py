@@ -1,12 +1,12 @@
 """Where a sharded cloud is: how many points each rank has, about one origin, prepared once for all bandwidths."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from qattn import _checks
 from qattn.distributed.group import Group
 from qattn.kernels.sites import Sites
-from qattn.tiling import kd_order
 
 __all__ = ["Shards", "gather", "shard"]
 
@@ -40,18 +40,24 @@ class Shards:
 def shard(points: Tensor, group: object = None) -> Tensor:
     """The numbers (n,) of those points (N, d) that this rank should take, of a cloud that all ranks can read.
 
-    Ranks get runs of equal length in the order of a k-d tree, which are compact: few points of one are near another.
-    Any other way to share a cloud out is as right, and merely exchanges more. What belongs to the points follows by
-    `mass[index]`, also from a file that is mapped to memory.
+    The cloud is halved along its longest side until there is a part for each rank. Parts are of equal size, and
+    compact, so that few points of one are near another. Any other way to share a cloud out is as right, and merely
+    exchanges more. What belongs to the points follows by `mass[index]`, also from a file that is mapped to memory.
 
     Args:
         points: Positions of shape (N, d), the same on all ranks.
         group: A process group; None for that of all processes.
     """
-    ranks, x = Group(group), _checks.points("points", points)
-    order = kd_order(x.detach().cpu()[None])[0]
-    first, last = (len(order) * (ranks.rank + end) // ranks.size for end in (0, 1))
-    return order[first:last].to(x.device)
+    ranks, x = Group(group), _checks.points("points", points).detach().cpu().numpy()
+    index, first, last = np.arange(len(x)), 0, ranks.size  # of the ranks that the numbers are for
+    while last - first > 1:
+        middle = (first + last) // 2
+        count = len(index) * (middle - first) // (last - first)
+        if 0 < count < len(index):
+            side = x[index].max(0) - x[index].min(0)
+            index = index[np.argpartition(x[index, side.argmax()], count)]
+        index, first, last = (index[:count], first, middle) if ranks.rank < middle else (index[count:], middle, last)
+    return torch.from_numpy(np.sort(index)).to(points.device)
 
 
 def gather(x: Tensor, index: Tensor, group: object = None) -> Tensor:
