@@ -80,8 +80,9 @@ def one(rank, size, port, most, path):
             rows.append(row)
             if rank == 0:
                 print(
-                    f"  {method:8} N = {N:8,}  ranks {size}  σ = {bandwidth:.4f}  sent for lse {row['lse_bytes']:9,} B, "
-                    f"with {CHANNELS} channels {row['apply_bytes']:9,} B;  {row['megabytes']:5.0f} MB;  error {error:.0e}",
+                    f"  {method:8} N = {N:8,}  ranks {size}  σ = {bandwidth:.4f}  sent for lse {row['lse_bytes']:9,} B,"
+                    f" with {CHANNELS} channels {row['apply_bytes']:9,} B;  {row['megabytes']:5.0f} MB;"
+                    f"  error {error:.0e}",
                     flush=True,
                 )
     if rank == 0:
@@ -111,7 +112,8 @@ A model on paper, of which nothing was run: {N:.0e} points of a surface on {rank
   take twice as many pairs along as are in reach. fourier: σ of 1/20 of the extent, {count:.1e} modes on each rank.""")  # noqa: E501
     for name, (sent, computing) in figures.items():
         print(
-            f"  {name:8} {sent / 1e6:10,.1f} MB a rank and pass, {sent / link:.1e} s, beside {computing:.1e} s of computing"
+            f"  {name:8} {sent / 1e6:10,.1f} MB a rank and pass, {sent / link:.1e} s, beside {computing:.1e} s of "
+            "computing"
         )
     print(f"  A rank holds {held / 1e9:.1f} GB of points, order, potentials and channels.")
 

@@ -42,6 +42,10 @@ class Ranks(ABC):
     def joined(self, x: Tensor) -> list[Tensor]:
         """The tensors x of all ranks, (n, …) with a length of their own each, without gradient."""
 
+    def first(self, x: Tensor) -> Tensor:
+        """What the first rank has, without gradient: for what others compute alike, but for rounding."""
+        return self.joined(x)[0]
+
     def total(self, x: Tensor) -> Tensor:
         """Σ x over all sites, (*batch, N) to (*batch,)."""
         return self.sum(x.sum(-1))

@@ -13,6 +13,8 @@ from threading import Timer
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import qattn
@@ -33,6 +35,15 @@ def cloud(N=230, seed=0):
     mass = torch.rand(N, generator=generator, dtype=torch.float64) + 0.1
     mass[::11] = 0
     return points, mass, torch.randn(N, 2, generator=generator, dtype=torch.float64)
+
+
+def refusal(function):
+    """What is said of wrong input."""
+    try:
+        function()
+    except ValueError as error:
+        return str(error)
+    raise AssertionError("nothing was refused")
 
 
 def shares(N):
@@ -169,6 +180,27 @@ def subgroups(method):
         close(q @ signal[index], (whole @ signal)[index], 1e-2)
 
 
+def spectra(method):
+    """Eigenpairs of few points, by the whole matrix, and of many, by blocks."""
+    for N, sigma in ((230, SIGMA), (1500, 0.3)):
+        points, mass, signal = cloud(N)
+        whole = qattn.diffusion(qattn.GaussianKernel(points, sigma, method="exact"), mass=mass, tol=1e-9)
+        expected = qattn.eigsh(whole, 4, tol=1e-5)
+        for index in list(shares(N))[1:]:
+            q = qattn.diffusion(ShardedGaussian(points[index], sigma, method=method), mass=mass[index], tol=1e-9)
+            spectrum = qattn.eigsh(q, 4, tol=1e-5)
+            close(spectrum.values, expected.values, 1e-6)
+            close(spectrum.vectors, expected.vectors[index], 1e-3)
+            close(spectrum.mass, expected.mass[index])
+            assert float(spectrum.residuals.amax()) < 1e-4
+            close(spectrum.project(signal[index]), expected.project(signal), 1e-3)
+            close(spectrum.power(0.5, signal[index]), expected.power(0.5, signal)[index], 1e-3)
+            assert qattn.eigsh(q, 4, init=spectrum).vectors.shape == (len(index), 4)
+            assert "sharded over several" in refusal(
+                lambda s=spectrum: qattn.maps.point_map(s, s, torch.eye(4).double())
+            )
+
+
 def choices(_):
     """All ranks take the same method, the cheapest for each bandwidth, whatever they hold."""
     points = cloud(12_000)[0].float()
@@ -213,26 +245,42 @@ def networks(method):
     assert block(features[index], points[index]).shape == (len(index), 2)
 
 
+def fully_sharded(method):
+    """FSDP has the gradients of one process, with a cloud for each rank and with one over all of them."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    clouds = [cloud(60, seed)[0] for seed in range(size)]
+    options = {"num_scales": 2, "features": 2, "num_blocks": 2, "sigma": (0.2, 1.0), "tol": 1e-9, "method": method}
+    for sharded in (False, True):
+        torch.manual_seed(0)
+        whole = qattn.nn.QDiffNet(3, 2, **options).double()
+        torch.manual_seed(0)
+        network = qattn.nn.QDiffNet(3, 2, sharded=sharded, **options).double()
+        for part in (*network.blocks, network):
+            fully_shard(part, mesh=init_device_mesh("cpu", (size,)))
+        if sharded:
+            mine = clouds[0][shard(clouds[0])]
+            (size * network(mine, mine).square().sum()).backward()
+            whole(clouds[0], clouds[0]).square().sum().backward()
+        else:
+            network(clouds[rank], clouds[rank]).square().sum().backward()
+            (sum(whole(x, x).square().sum() for x in clouds) / size).backward()
+        for got, wanted in zip(network.parameters(), whole.parameters(), strict=True):
+            close(got.grad.full_tensor(), wanted.grad, 1e-5)
+
+
 def refusals(_):
     points, rank = torch.randn(5, 3), dist.get_rank()
 
-    def message(function):
-        try:
-            function()
-        except ValueError as error:
-            return str(error)
-        raise AssertionError("nothing was refused")
-
-    assert "`sigma` should be the same on all ranks" in message(lambda: ShardedGaussian(points, 1.0 + rank))
-    assert "should be the same on all ranks" in message(lambda: ShardedGaussian(torch.randn(5, 2 + rank % 2), 1.0))
-    assert "all shards are empty" in message(lambda: ShardedGaussian(points[:0], 1.0))
+    assert "`sigma` should be the same on all ranks" in refusal(lambda: ShardedGaussian(points, 1.0 + rank))
+    assert "should be the same on all ranks" in refusal(lambda: ShardedGaussian(torch.randn(5, 2 + rank % 2), 1.0))
+    assert "all shards are empty" in refusal(lambda: ShardedGaussian(points[:0], 1.0))
     kernel = ShardedGaussian(points, 1.0)
     q = qattn.diffusion(kernel)
     assert f"rank {rank} of" in repr(q)
     for function in (q.to_dense, q.to_scipy, lambda: qattn.check_axioms(q), kernel.smallest_eigenvalue):
-        assert "sharded over several" in message(function)
-    assert "all be sharded" in message(lambda: kernel + qattn.GaussianKernel(points, 1.0))
-    assert "positive sum" in message(lambda: qattn.diffusion(kernel, mass=torch.zeros(5)))
+        assert "sharded over several" in refusal(function)
+    assert "all be sharded" in refusal(lambda: kernel + qattn.GaussianKernel(points, 1.0))
+    assert "positive sum" in refusal(lambda: qattn.diffusion(kernel, mass=torch.zeros(5)))
     sums = qattn.diffusion(0.5 * kernel + kernel)
     close(sums @ points, q @ points, 1e-2)
 
@@ -266,7 +314,8 @@ def restarted(method):
 CHECKS = {
     function.__name__: function
     for function in (
-        *(same_as_one, near_and_far, batches_and_heads, gradients, subgroups, choices, networks, refusals),
+        *(same_as_one, near_and_far, batches_and_heads, gradients, subgroups, spectra, choices, refusals),
+        *(networks, fully_sharded),
         *(killed, restarted),
     )
 }

@@ -49,7 +49,7 @@ def test_four_ranks_are_one_process():
 
 
 def test_what_ranks_choose_refuse_and_train():
-    on_ranks(2, "choices:auto", "refusals:auto", "networks:exact")
+    on_ranks(2, "spectra:exact", "choices:auto", "refusals:auto", "networks:exact", "fully_sharded:exact")
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stalled"])

@@ -30,7 +30,7 @@ __all__ = ["Halo"]
 
 _NODES = 256  # of each cloud, in which rows are taken together
 _MARGIN = 1.0  # by which R²/2 exceeds what is needed: while it does, the halo need not be found again
-_CHUNK = 2**12  # points whose distances to boxes are computed at a time
+_CHUNK = 2**10  # points whose distances to boxes are computed at a time
 
 
 class _Nodes:
