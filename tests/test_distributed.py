@@ -86,3 +86,19 @@ def test_a_rank_that_is_lost_stops_the_others(tmp_path, number):
 def test_a_group_is_needed():
     with pytest.raises(ValueError, match=r"init_process_group.*torchrun"):
         ShardedGaussian(torch.randn(5, 3), 0.1)
+
+
+def test_the_example_runs_under_torchrun(tmp_path):
+    """Twice: the second run starts from the potentials that the first one saved."""
+    script = Path(qattn.__file__).parents[1] / "examples" / "distributed.py"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    sizes = ["--points", "5000", "--sigma", "0.1", "--train", "300", "--steps", "2", "--folder", str(tmp_path)]
+    passes = []
+    for _ in range(2):
+        run = subprocess.run(
+            [*torchrun, str(script), *sizes], env=environment(), capture_output=True, text=True, timeout=300, check=True
+        )
+        assert "Training: 100%" in run.stderr
+        assert run.stderr.count("0/2 [00:00<?, ?it/s]") == 1  # one bar, of the first rank
+        passes.append(int(run.stdout.split(" passes")[0].split()[-1]))
+    assert passes[1] == 1 < passes[0]

@@ -174,13 +174,14 @@ class ShardedGaussian(GaussianPoints):
         return scaled(targets.to(self.dtype), sigma), key
 
     def exact_lse(self, rows: Tensor, bias: Tensor) -> Tensor:
-        query, key, bias = (x.detach().cpu().double() for x in (*self._embedded(self._sigma), bias))
+        # On the device of the points, where the ranks can talk, and to the CPU in the end.
+        query, key, bias = (x.detach().double() for x in (*self._embedded(self._sigma), bias))
         batch = self.shape[:-2]
-        query = query[..., rows, :].expand(*batch, -1, -1).flatten(0, -3) if batch else query[None, rows]
-        key = key.expand(*batch, -1, -1).flatten(0, -3) if batch else key[None]
-        bias = bias.expand(*batch, -1).flatten(0, -2) if batch else bias[None]
-        found = [rows_of_all(self._group, *one) for one in zip(query, key, bias, strict=True)]
-        return torch.stack(found).reshape(*batch, -1)
+        query, key = (x.expand(*batch, -1, -1).reshape(batch.numel(), *x.shape[-2:]) for x in (query, key))
+        bias = bias.expand(*batch, -1).reshape(batch.numel(), bias.shape[-1])
+        rows = rows.to(query.device)
+        found = [rows_of_all(self._group, query[b, rows], key[b], bias[b]) for b in range(batch.numel())]
+        return torch.stack(found).reshape(*batch, len(rows)).cpu()
 
 
 def _engine(shards: Shards, backend: str, method: str, sigma: Tensor, instead: Instead | None) -> Engine:
