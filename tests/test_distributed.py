@@ -40,23 +40,21 @@ METHODS = "exact", "tiles", "fourier"
 
 
 def test_two_ranks_are_one_process():
+    """Attention, operators, gradients, spectra, networks; one start of processes for all, which is what takes time."""
     checks = "same_as_one", "near_and_far", "batches_and_heads", "gradients"
-    on_ranks(2, *(f"{check}:{method}" for check in checks for method in METHODS))
+    others = "spectra:exact", "choices:auto", "refusals:auto", "networks:exact", "fully_sharded:exact"
+    on_ranks(2, *(f"{check}:{method}" for check in checks for method in METHODS), *others)
 
 
 def test_four_ranks_are_one_process():
     on_ranks(4, *(f"same_as_one:{method}" for method in METHODS), "gradients:exact", "subgroups:tiles")
 
 
-def test_what_ranks_choose_refuse_and_train():
-    on_ranks(2, "spectra:exact", "choices:auto", "refusals:auto", "networks:exact", "fully_sharded:exact")
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stalled"])
-def test_a_rank_that_is_lost_stops_the_others(tmp_path, number):
+@pytest.mark.parametrize(("number", "size"), [(signal.SIGKILL, 3), (signal.SIGSTOP, 2)], ids=["killed", "stalled"])
+def test_a_rank_that_is_lost_stops_the_others(tmp_path, number, size):
     """Within the timeout, with a sentence that says what to do; a new start goes on from what was saved."""
     port, timeout = free_port(), 4.0
-    command = [sys.executable, SCRIPT, port, "3", "killed:tiles"]
+    command = [sys.executable, SCRIPT, port, str(size), "killed:tiles"]
     folder = {"FOLDER": str(tmp_path)}
     ranks = [
         subprocess.Popen(
@@ -65,14 +63,14 @@ def test_a_rank_that_is_lost_stops_the_others(tmp_path, number):
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(3)
+        for rank in range(size)
     ]
     try:
         os.waitpid(ranks[1].pid, os.WUNTRACED)  # until it is killed or stopped
-        for rank in (0, 2):
+        for rank in {0, size - 1} - {1}:
             errors = ranks[rank].communicate(timeout=timeout + 10)[1]
             assert ranks[rank].returncode not in (0, None)
-            assert f"Rank {rank} of 3 lost touch with the others" in errors
+            assert f"Rank {rank} of {size} lost touch with the others" in errors
             assert "`init=`" in errors
     finally:
         for process in ranks:
@@ -80,7 +78,7 @@ def test_a_rank_that_is_lost_stops_the_others(tmp_path, number):
             process.wait()
             process.stderr.close()
     if number == signal.SIGKILL:
-        on_ranks(3, "restarted:tiles", **folder)
+        on_ranks(size, "restarted:tiles", **folder)
 
 
 def test_a_group_is_needed():
@@ -89,16 +87,12 @@ def test_a_group_is_needed():
 
 
 def test_the_example_runs_under_torchrun(tmp_path):
-    """Twice: the second run starts from the potentials that the first one saved."""
     script = Path(qattn.__file__).parents[1] / "examples" / "distributed.py"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     sizes = ["--points", "5000", "--sigma", "0.1", "--train", "300", "--steps", "2", "--folder", str(tmp_path)]
-    passes = []
-    for _ in range(2):
-        run = subprocess.run(
-            [*torchrun, str(script), *sizes], env=environment(), capture_output=True, text=True, timeout=300, check=True
-        )
-        assert "Training: 100%" in run.stderr
-        assert run.stderr.count("0/2 [00:00<?, ?it/s]") == 1  # one bar, of the first rank
-        passes.append(int(run.stdout.split(" passes")[0].split()[-1]))
-    assert passes[1] == 1 < passes[0]
+    run = subprocess.run(
+        [*torchrun, *sizes], env=environment(), capture_output=True, text=True, timeout=300, check=True
+    )
+    assert "of the points are known by their part" in run.stdout
+    assert run.stderr.count("0/2 [00:00<?, ?it/s]") == 1  # one bar, of the first rank
+    assert len(list(tmp_path.iterdir())) == 2  # potentials, for another start
