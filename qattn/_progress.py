@@ -34,7 +34,7 @@ class Progress:
         """One more pass, with figures to show beside it: the largest of each tensor, read only if it is shown."""
         self._count += 1
         if self._bar is None:
-            is_first = not dist.is_initialized() or dist.get_rank() == 0
+            is_first = not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
             if time.monotonic() - self._start < _PATIENCE or not sys.stderr.isatty() or not is_first:
                 return
             from tqdm import tqdm  # here, because few ever need it

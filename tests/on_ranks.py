@@ -94,6 +94,7 @@ def same_as_one(method):
             close(other @ signal[index], (same @ signal)[index], 10 * tol)
             close(other.marginal_error, same.marginal_error, 10 * tol)
 
+    assert (q.extend(points[:0]) @ signal[index]).shape == (0, 2)  # nowhere, on no rank
     everything = torch.full((N,), -torch.inf).double()
     assert (kernel.attend(everything[index]).lse == -torch.inf).all()
 

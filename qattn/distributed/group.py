@@ -29,7 +29,7 @@ class Group(Ranks):
     """
 
     def __init__(self, group: Any = None) -> None:
-        if not dist.is_initialized():
+        if not (dist.is_available() and dist.is_initialized()):
             raise ValueError(
                 "A sharded cloud needs a process group, and there is none. Call "
                 "`torch.distributed.init_process_group()` first, in a program started by `torchrun`."
@@ -58,6 +58,8 @@ class Group(Ranks):
 
     def _reduced(self, x: Tensor, operation: Any, doing: str) -> Tensor:
         x = x.detach().clone(memory_format=torch.contiguous_format)
+        if x.numel() == 0:  # on all ranks
+            return x
         self.sent += 2 * (self.size - 1) * x.nbytes // self.size
         with self._in_touch(doing):
             dist.all_reduce(x, operation, group=self.group)
@@ -74,6 +76,8 @@ class Group(Ranks):
 
     def joined(self, x: Tensor) -> list[Tensor]:
         lengths = [int(n) for n in self.gathered(torch.tensor([len(x)], device=x.device))]
+        if max(lengths) == 0:
+            return [x.detach()] * self.size
         padded = x.new_zeros(max(lengths), *x.shape[1:])
         padded[: len(x)] = x
         return [rows[:n] for rows, n in zip(self.gathered(padded), lengths, strict=True)]

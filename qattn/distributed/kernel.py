@@ -31,8 +31,9 @@ class ShardedGaussian(GaussianPoints):
     included: those by a shard of the points are of the sum of what all ranks differentiate, and those by a number that
     all share, such as σ, are each rank's part of it, to be added up, or averaged as DDP does.
 
-    All ranks call the same functions in the same order, and ask for the same gradients. A rank without points takes
-    part with shards of length 0.
+    All ranks call the same functions in the same order, and ask for the same gradients; printing an operator that was
+    normalised in one step measures its error, and is such a call too. A rank without points takes part with shards of
+    length 0.
 
     Args:
         points: This rank's positions, of shape (*batch, n, d); n may differ, and be 0.
