@@ -35,6 +35,7 @@ bench: install
 	$(BIN)/python benchmarks/modalities.py
 	$(BIN)/python benchmarks/spectra.py
 	$(BIN)/python benchmarks/layers.py
+	$(BIN)/python benchmarks/distributed.py
 
 # The real flash-attn package, its kernel interpreted on a CPU, in an environment of its own.
 conformance:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "all_or_none_sharded",
     "attention_arguments",
     "bandwidth",
     "bias_of_kernel",
@@ -27,6 +28,7 @@ __all__ = [
     "functional_map",
     "gradients",
     "heads",
+    "held_alone",
     "integer",
     "is_sparse",
     "kernel_of",
@@ -49,6 +51,7 @@ __all__ = [
     "range_of_bandwidths",
     "range_of_biases",
     "same_dimension",
+    "same_on_all_ranks",
     "same_points",
     "shape_on_grid",
     "signal",
@@ -191,15 +194,15 @@ def integer(name: str, number: Any, least: int) -> int:
     return int(number)
 
 
-def points(name: str, numbers: Any, dimensions: Sequence[int] = ()) -> Tensor:
-    """Positions (*batch, N, d), d one of `dimensions` if there are any."""
+def points(name: str, numbers: Any, dimensions: Sequence[int] = (), *, least: int = 1) -> Tensor:
+    """Positions (*batch, N, d) of at `least` so many points, d one of `dimensions` if there are any."""
     tensor = floating(name, numbers)
     if tensor.ndim < 2:
         raise ValueError(
             f"`{name}` should have shape (*batch, N, d); got {_shape(tensor)}. "
             f"For points on a line, give them as `{name}[:, None]`."
         )
-    if tensor.shape[-2] == 0 or tensor.shape[-1] == 0:
+    if tensor.shape[-2] < least or tensor.shape[-1] == 0:
         raise ValueError(f"`{name}` should hold at least one point with one coordinate; got shape {_shape(tensor)}.")
     if dimensions and tensor.shape[-1] not in dimensions:
         expected = " or ".join(f"(*batch, N, {d})" for d in dimensions)
@@ -349,6 +352,30 @@ def kernels_of_one_size(shapes: Sequence[torch.Size]) -> None:
     if not fits:
         got = ", ".join(str(tuple(shape)) for shape in shapes)
         raise ValueError(f"The kernels of a sum should have one size and batches that broadcast; got {got}.")
+
+
+def all_or_none_sharded(are_alone: Sequence[bool]) -> None:
+    """Checks the terms of a sum, which may lie on several ranks."""
+    if len(set(are_alone)) > 1:
+        raise ValueError("The kernels of a sum should all be sharded, or none of them. Make each a `ShardedGaussian`.")
+
+
+def held_alone(name: str, ranks: Any) -> None:
+    """Checks that all sites of a kernel are here."""
+    if not ranks.is_alone:
+        raise ValueError(
+            f"`{name}` needs all sites in one process, and this kernel is sharded over several. Gather its points and "
+            "make a `GaussianKernel` of them."
+        )
+
+
+def same_on_all_ranks(name: str, numbers: Sequence[Sequence[float]]) -> None:
+    """Checks what all ranks should have given alike, one row of numbers a rank."""
+    if any(list(row) != list(numbers[0]) for row in numbers):
+        raise ValueError(
+            f"{name} should be the same on all ranks; got {', '.join(str(list(row)) for row in numbers)}. "
+            "A rank without points gives an empty shard, of shape (*batch, 0, d)."
+        )
 
 
 def similarity(numbers: Any) -> Tensor:
@@ -602,12 +629,12 @@ def engine_takes(engine: Any, inputs: Any) -> Any:
     return engine
 
 
-def mass(numbers: Any, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+def mass(numbers: Any, kernel: Any) -> Tensor:
     """Masses (*batch, N) ≥ 0 with a positive sum, for a kernel of shape (*batch, N, N); 1/N each by default."""
-    N = shape[-1]
+    shape, N = kernel.shape, kernel.shape[-1]
     if numbers is None:
-        return torch.full((N,), 1 / N, dtype=dtype, device=device)
-    tensor = floating("mass", numbers).to(device, dtype)
+        return torch.full((N,), 1 / N, dtype=kernel.dtype, device=kernel.device)
+    tensor = floating("mass", numbers).to(kernel.device, kernel.dtype)
     if tensor.ndim == 0 or tensor.shape[-1] != N:
         raise ValueError(
             f"`mass` should have shape {(*shape[:-2], N)}, one mass a point, or one that broadcasts to it; "
@@ -627,7 +654,7 @@ def mass(numbers: Any, shape: torch.Size, dtype: torch.dtype, device: torch.devi
         raise ValueError(
             f"`mass` should not be negative; {int((tensor < 0).sum())} of its {tensor.numel()} numbers are."
         )
-    if (tensor.sum(-1) == 0).any():
+    if (kernel.ranks.total(tensor.detach()) == 0).any():
         raise ValueError("`mass` should have a positive sum in each cloud; it is all 0 in at least one.")
     return tensor
 

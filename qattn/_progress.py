@@ -4,6 +4,7 @@ import sys
 import time
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 __all__ = ["Progress"]
@@ -13,6 +14,8 @@ _PATIENCE = 2.0  # seconds
 
 class Progress:
     """Counts passes, in sight once they have taken two seconds; never where stderr is no terminal.
+
+    Of several ranks, the first shows its bar.
 
     Example:
         >>> with Progress("Sinkhorn") as progress:
@@ -31,7 +34,8 @@ class Progress:
         """One more pass, with figures to show beside it: the largest of each tensor, read only if it is shown."""
         self._count += 1
         if self._bar is None:
-            if time.monotonic() - self._start < _PATIENCE or not sys.stderr.isatty():
+            is_first = not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+            if time.monotonic() - self._start < _PATIENCE or not sys.stderr.isatty() or not is_first:
                 return
             from tqdm import tqdm  # here, because few ever need it
 

@@ -85,6 +85,7 @@ def check_axioms(q: Diffusion, *, tol: float = 1e-2, seed: int = 0) -> AxiomRepo
         False
     """
     _checks.positive("`tol`", tol)
+    _checks.held_alone("check_axioms", q.kernel.ranks)
     if len(q.shape) > 2:
         raise ValueError(
             f"`check_axioms` takes one cloud with one bandwidth; this operator has shape {tuple(q.shape)}."

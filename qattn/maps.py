@@ -53,6 +53,7 @@ def functional_map(source: Spectrum, target: Spectrum, index: Any) -> Tensor:
         tensor([[ 1.,  0.],
                 [ 0., -1.]])
     """
+    _checks.held_alone("functional_map", source.ranks)
     index = _checks.point_map(index, source.vectors, target.vectors)
     return target.project(source.vectors[index])
 
@@ -127,6 +128,7 @@ def point_map(source: Spectrum, target: Spectrum, C: Any) -> Tensor:
         >>> point_map(two, two, [[1.0, 0.0], [0.0, -1.0]])
         tensor([1, 0])
     """
+    _checks.held_alone("point_map", source.ranks)
     C = _checks.functional_map(C, source.vectors, target.vectors)
     k_t, k_s = C.shape
     # In float64, because neighbours are closer than the rounding of their squares in float32.

@@ -21,6 +21,7 @@ from qattn import _checks
 from qattn._eager import eager
 from qattn._progress import Progress
 from qattn.kernels import GaussianKernel, Kernel, PointKernel
+from qattn.kernels.base import GaussianPoints
 from qattn.solver import SinkhornResult, apply, apply_transpose, log_of_mass, sinkhorn
 
 __all__ = ["NORMALIZATIONS", "Diffusion", "diffusion"]
@@ -104,8 +105,8 @@ class Diffusion(_Operator):
             return self._result.marginal_error
         with torch.no_grad():
             lse = self.kernel.attend(self._right + log_of_mass(self._mass)).lse
-            share = self._mass / self._mass.sum(-1, keepdim=True)
-            return (share * torch.expm1(self._left + lse).abs()).sum(-1)
+            total = self.kernel.ranks.total
+            return total(self._mass / total(self._mass)[..., None] * torch.expm1(self._left + lse).abs())
 
     @property
     def marginal_error(self) -> Any:
@@ -156,11 +157,10 @@ class Diffusion(_Operator):
 
         the covariance of signal and position within each row.
         """
-        kernel = _checks.with_gradients(self.kernel, GaussianKernel, self.normalization)
+        kernel = _checks.with_gradients(self.kernel, GaussianPoints, self.normalization)
         f = _checks.signal(signal, self._shape, self._device)
         f = f.expand(*torch.broadcast_shapes(f.shape[:-2], self._shape[:-2]), *f.shape[-2:])
-        x = kernel.points - kernel.points.mean(-2, keepdim=True).detach()  # near 0, where differences cancel less
-        x = x if kernel.sigma.ndim == 0 else x[..., None, :, :]
+        x = kernel.centred if kernel.sigma.ndim == 0 else kernel.centred[..., None, :, :]
         x = x.expand(*f.shape[:-1], -1)
         moments = (f[..., None] * x[..., None, :]).flatten(-2)  # (*batch, N, C d)
         values = torch.cat([f.to(x.dtype), moments.to(x.dtype), x], dim=-1)
@@ -183,6 +183,7 @@ class Diffusion(_Operator):
 
     def to_dense(self) -> Any:
         """The matrix Q, shape (*batch, N, N), if it fits a gigabyte."""
+        _checks.held_alone("to_dense", self.kernel.ranks)
         N = self._shape[-1]
         size = self._shape.numel() * self.kernel.dtype.itemsize
         if size > _MOST_DENSE:
@@ -198,6 +199,7 @@ class Diffusion(_Operator):
             raise ValueError(
                 f"`to_scipy` takes one cloud with one bandwidth; this operator has shape {tuple(self._shape)}."
             )
+        _checks.held_alone("to_scipy", self.kernel.ranks)
         from qattn._scipy import DiffusionOperator  # here, because SciPy is slow to import
 
         log_weight = log_of_mass(self._mass) + self._right - self._left
@@ -215,7 +217,7 @@ class Diffusion(_Operator):
 
     def for_channels(self, channels: int) -> "Diffusion":
         """The operator by whatever method applies it cheapest to many channels, again and again."""
-        if not isinstance(self.kernel, GaussianKernel):
+        if not isinstance(self.kernel, GaussianPoints):
             return self
         kernel = self.kernel.for_channels(channels)
         return Diffusion(
@@ -302,7 +304,7 @@ def diffusion(
     _checks.not_negative("tol", tol)
     gaussian = partial(GaussianKernel, tol=min(10 * tol, _KERNEL_TOL) or _KERNEL_TOL)
     k: Kernel = _checks.kernel_of(points_or_kernel, sigma, kernel, Kernel, gaussian)
-    mass = _checks.mass(k.mass if mass is None else mass, k.shape, k.dtype, k.device)
+    mass = _checks.mass(k.mass if mass is None else mass, k)
     value = None if signal is None else _checks.signal(signal, k.shape, k.device)
     columns = value[:, None] if value is not None and value.ndim == 1 else value
     zero = torch.zeros(k.shape[:-1], dtype=k.dtype, device=k.device)

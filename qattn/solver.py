@@ -123,7 +123,7 @@ def sinkhorn(
     _checks.integer("max_iter", max_iter, 1)
     _checks.one_of("adjoint", adjoint, ADJOINTS)
     _checks.one_of("iteration", iteration, ITERATIONS)
-    mass = _checks.mass(kernel.mass if mass is None else mass, kernel.shape, kernel.dtype, kernel.device)
+    mass = _checks.mass(kernel.mass if mass is None else mass, kernel)
     log_mass = log_of_mass(mass)
     start = None if init is None else _checks.potential(init, kernel.shape[:-1], kernel.dtype, kernel.device)
     tensors = mass, *kernel.tensors, *(() if value is None else (value,))
@@ -157,7 +157,7 @@ def _iterate(
     value: Tensor | None,
 ) -> SinkhornResult:
     """The iteration itself, each item of the batch until it has converged; with `out` if the last pass gave it."""
-    share = (mass / mass.sum(-1, keepdim=True)).detach()
+    share = (mass / kernel.ranks.total(mass)[..., None]).detach()
     f = torch.zeros(kernel.shape[:-1], dtype=kernel.dtype, device=kernel.device) if start is None else start
     batch = f.shape[:-1]
     step = _Chebyshev()
@@ -174,7 +174,7 @@ def _iterate(
             bias = torch.where(is_active[..., None], f + log_mass, -torch.inf)
             mean, lse = kernel.attend(bias, value if is_last else None)
             residual = torch.where(is_active[..., None], -(f + lse), 0)
-            new = (share * torch.expm1(-residual.detach()).abs()).sum(-1)
+            new = kernel.ranks.total(share * torch.expm1(-residual.detach()).abs())
             # Chebyshev assumes a positive definite kernel: where the error grows, the safe θ = ½ takes over.
             is_plain = is_plain | (is_active & (new > 2 * error))
             error = torch.where(is_active, new, error)
@@ -258,11 +258,11 @@ class _Solve(torch.autograd.Function):
         target: Tensor, f: Tensor, log_mass: Tensor, kernel: Kernel, is_transposed: bool, *tensors: Tensor
     ) -> Tensor:
         step, x, residual = _Chebyshev(), torch.zeros_like(target), target
-        goal = 4 * torch.finfo(target.dtype).eps ** 0.75 * target.abs().amax()
+        goal = 4 * torch.finfo(target.dtype).eps ** 0.75 * kernel.ranks.largest(target.abs()).amax()
         for _ in range(100):  # thirteen steps in float64; more only for kernels that are not positive definite
             x = x + step(residual)
             residual = target - x - _product(kernel, f, log_mass, x, is_transposed)
-            if not residual.abs().amax() > goal:
+            if not kernel.ranks.largest(residual.abs()).amax() > goal:
                 break
         return x
 

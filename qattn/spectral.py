@@ -22,6 +22,7 @@ from qattn._eager import eager
 from qattn._progress import Progress
 from qattn.kernels import GaussianKernel
 from qattn.operators import Diffusion, diffusion
+from qattn.ranks import ALONE, Ranks
 from qattn.solver import log_of_mass
 from qattn.tiling import kd_order
 
@@ -44,12 +45,14 @@ class Spectrum:
         vectors: The eigenvectors φ, shape (N, k); of each the entry that is largest in size is positive.
         residuals: ‖Qφ − λφ‖ in the norm of the masses, shape (k,).
         mass: The masses m that they are orthonormal for, shape (N,), of sum 1.
+        ranks: Who holds the sites, if these are a shard of them.
     """
 
     values: Tensor
     vectors: Tensor
     residuals: Tensor
     mass: Tensor
+    ranks: Ranks = ALONE
 
     def __len__(self) -> int:
         return len(self.values)
@@ -57,7 +60,7 @@ class Spectrum:
     def project(self, signal: Tensor) -> Tensor:
         """The coefficients Φᵀ diag(m) f, (k,) or (k, C), of a signal (N,) or (N, C)."""
         weighted = self.mass * signal if signal.ndim == 1 else self.mass[:, None] * signal
-        return self.vectors.T @ weighted
+        return self.ranks.sum(self.vectors.T @ weighted)
 
     def power(self, t: float, signal: Tensor) -> Tensor:
         """Φ Λ^t Φᵀ diag(m) f for any real t ≥ 0: Q^t of what the modes span; the rest is dropped."""
@@ -111,7 +114,8 @@ class _Symmetric:
 
     def __init__(self, q: Diffusion, progress: Progress) -> None:
         weight = torch.exp(log_of_mass(q._mass) + q._right - q._left).detach().expand(q.shape[-1])
-        self.mass = weight / weight.sum()
+        self.ranks = q.kernel.ranks
+        self.mass = weight / self.ranks.total(weight)
         self._q, self._progress = q, progress
         self._root = self.mass.sqrt()[:, None]  # (N, 1)
         self._inverse = torch.where(self._root > 0, 1 / torch.where(self._root > 0, self._root, 1), 0)
@@ -130,19 +134,35 @@ class _Symmetric:
     def to_vectors(self, u: Tensor, values: Tensor) -> Tensor:
         """φ; at points without mass, by the operator: φ = Qφ / λ."""
         vectors = self._inverse * u
-        if (self.mass > 0).all():
+        if self.ranks.largest((self.mass == 0).to(vectors)) == 0:
             return vectors
         extended = self._q._apply(vectors) / values
         return torch.where(self._root > 0, vectors, extended)
 
 
+def _orthonormal(block: Tensor, ranks: Ranks) -> Tensor:
+    """An orthonormal basis of what the columns (N, n) span; over ranks by the QR of what each has left of its own."""
+    own = torch.linalg.qr(block)
+    if ranks.is_alone:
+        return own.Q
+    parts = ranks.joined(own.R)
+    turns = ranks.first(torch.linalg.qr(torch.cat(parts)).Q).split([len(part) for part in parts])
+    return own.Q @ turns[ranks.rank]
+
+
+def _norms(x: Tensor, ranks: Ranks) -> Tensor:
+    """Those of the columns (N, n), shape (n,)."""
+    return ranks.total(x.mT.square()).sqrt()
+
+
 def _ritz(s: _Symmetric, block: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Ritz values from the largest down, Ritz vectors u and S u, of an orthonormal basis of the block."""
-    basis = torch.linalg.qr(block).Q
+    basis = _orthonormal(block, s.ranks)
     applied = s @ basis
     # Sums over all points in float64, chunk by chunk: they decide which modes are told apart.
-    gram = sum(a.double().T @ b.double() for a, b in zip(basis.split(2**16), applied.split(2**16), strict=True))
-    values, turn = torch.linalg.eigh((gram + gram.T) / 2)
+    chunks = zip(basis.split(2**16), applied.split(2**16), strict=True)
+    gram = s.ranks.sum(torch.stack([a.double().T @ b.double() for a, b in chunks]).sum(0))
+    values, turn = (s.ranks.first(x) for x in torch.linalg.eigh((gram + gram.T) / 2))
     values, turn = values.flip(0).to(block.dtype), turn.flip(1).to(block.dtype)
     return values, basis @ turn, applied @ turn
 
@@ -190,7 +210,7 @@ def eigsh(
         raise ValueError(f"`eigsh` takes one cloud with one bandwidth; this operator has shape {tuple(q.shape)}.")
     _checks.positive("`tol`", tol)
     _checks.integer("max_iter", max_iter, 1)
-    N = q.shape[-1]
+    N = _count(q)
     if _checks.integer("k", k, 1) > N:
         raise ValueError(f"`k` should be at most the number of points, {N}; got {k}.")
     with Progress("Eigenpairs") as progress:
@@ -204,7 +224,7 @@ def _solved(
     q: Diffusion, k: int, tol: float, max_iter: int, init: Spectrum | Tensor | None, progress: Progress
 ) -> tuple[Spectrum, str | None]:
     """A spectrum, and what is to be said if it is not as exact as was asked for."""
-    N = q.shape[-1]
+    N = _count(q)
     size = min(N, k + max(8, k // 2))  # more columns widen the gap to what is damped
     s = _Symmetric(q.for_channels(size), progress)
     if max(_FEW, 3 * size) >= N:
@@ -216,19 +236,29 @@ def _solved(
     return _leading(s, k, tol, floor, max_iter, *_start(q, s, size, init, progress))
 
 
+def _count(q: Diffusion) -> int:
+    """The number of sites, of all ranks."""
+    return int(q.kernel.ranks.sum(torch.tensor(q.shape[-1], device=q.kernel.device)))
+
+
 def _all(s: _Symmetric, k: int) -> Spectrum:
     """By LAPACK, in float64."""
-    identity = torch.eye(len(s.mass), dtype=s.mass.dtype, device=s.mass.device)
-    dense = (s @ identity).double()
-    values, u = torch.linalg.eigh((dense + dense.T) / 2)
-    values, u = values.flip(0)[:k].to(s.mass), u.flip(1)[:, :k].to(s.mass)
+    sizes = [len(mass) for mass in s.ranks.joined(s.mass)]
+    identity = torch.eye(sum(sizes), dtype=s.mass.dtype, device=s.mass.device)
+    dense = torch.cat(s.ranks.joined((s @ identity.split(sizes)[s.ranks.rank]).double()))
+    values, u = (s.ranks.first(x) for x in torch.linalg.eigh((dense + dense.T) / 2))
+    values, u = values.flip(0)[:k].to(s.mass), u.flip(1)[:, :k].to(s.mass).split(sizes)[s.ranks.rank]
     return _spectrum(s, values, u, s @ u)
 
 
 def _spectrum(s: _Symmetric, values: Tensor, u: Tensor, applied: Tensor) -> Spectrum:
     vectors = s.to_vectors(u, values)
-    sign = torch.sign(vectors.gather(0, vectors.abs().argmax(0, keepdim=True)))
-    return Spectrum(values, sign * vectors, (applied - values * u).norm(dim=0), s.mass)
+    largest = s.ranks.largest(vectors.mT.abs())
+    sign = torch.full_like(largest, -2.0)  # of ranks that do not have the largest
+    if len(vectors):
+        own = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))[0]
+        sign = torch.where(own.abs() == largest, torch.sign(own), sign)
+    return Spectrum(values, s.ranks.maximum(sign) * vectors, _norms(applied - values * u, s.ranks), s.mass, s.ranks)
 
 
 def _start(
@@ -242,7 +272,7 @@ def _start(
     given = init.vectors if isinstance(init, Spectrum) else init
     if given is None:
         given = _coarse(q, size, progress)
-    noise = torch.randn(N, size, generator=torch.Generator().manual_seed(0)).to(like)
+    noise = torch.randn(N, size, generator=torch.Generator().manual_seed(s.ranks.rank)).to(like)
     if given is None:
         return noise, _LONG
     if given.ndim != 2 or len(given) != N:
@@ -289,7 +319,7 @@ def _leading(
     values, u, applied = _ritz(s, block)
     before, failures, complaint = math.inf, 0, None
     while True:
-        residuals = (applied - values * u).norm(dim=0)
+        residuals = _norms(applied - values * u, s.ranks)
         worst, last = float(residuals[:k].amax()), float(values[k - 1])
         goal = max(tol * min(last, 1 - last), floor)
         if worst <= goal:

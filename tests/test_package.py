@@ -17,9 +17,9 @@ ROOT = Path(qattn.__file__).parent
 
 # Lowest first; a module may import those before it, and its own package.
 LAYERS = [
-    "_eager", "_compiled", "_progress", "_kd", "pullback", "tiling", "attended", "lift", "_checks", "_scipy",
-    "attention", "kernels", "solver", "operators", "spectral", "signatures", "maps", "axioms", "mass", "ragged", "nn",
-    "shapes", "sampling", "sklearn", "doctor", "io", "cli", "__main__",
+    "_eager", "_compiled", "_progress", "_kd", "pullback", "tiling", "attended", "lift", "ranks", "_checks", "_scipy",
+    "attention", "kernels", "distributed", "solver", "operators", "spectral", "signatures", "maps", "axioms", "mass",
+    "ragged", "nn", "shapes", "sampling", "sklearn", "doctor", "io", "cli", "__main__",
 ]  # fmt: skip
 
 

@@ -91,14 +91,14 @@ def attend_by(
     scale = None if log_sigma is None else log_sigma.expand(batch).reshape(-1)
     inputs = Inputs(flat(query, 2), flat(key, 2), flat(values, 2), flat(bias, 1), score, tol, batch, scale)  # type: ignore[arg-type]
     chosen = engine(inputs)
-    if N == 0 or M == 0 or batch.numel() == 0:
+    if (N == 0 or M == 0 or batch.numel() == 0) and not chosen.is_sharded:
         out, lse = None, query.new_full((*batch, N), -torch.inf, dtype=inputs.dtype)
     else:
         out, lse = attend_differentiably(inputs, chosen)
         lse = lse.reshape(*batch, N)
     if value is not None:
-        out = value.new_zeros(*batch, N, value.shape[-1]) if out is None else out.reshape(*batch, N, -1)
-    if bias is not None:  # kernels do not agree on what a row without any key gives
+        out = value.new_zeros(*batch, N, value.shape[-1]) if out is None else out.reshape(*batch, N, value.shape[-1])
+    if bias is not None and not chosen.is_sharded:  # kernels do not agree on what a row without any key gives
         absent = (bias == -torch.inf).all(-1, keepdim=True).expand(*batch, N)
         lse = torch.where(absent, -torch.inf, lse)
         out = None if out is None else torch.where(absent[..., None], 0, out)

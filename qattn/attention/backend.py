@@ -8,6 +8,7 @@ from torch import Tensor
 
 from qattn.attended import Attended
 from qattn.attention.inputs import Inputs
+from qattn.lift import centre
 
 __all__ = ["Backend", "Engine"]
 
@@ -35,6 +36,15 @@ class Engine(ABC):
     def exchanged(self) -> "Engine":
         """What attends from the keys to the queries; itself, unless it has been prepared for certain points."""
         return self
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether other ranks hold further queries and keys: then all of them attend, also those that hold none."""
+        return False
+
+    def centred(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys about an origin near them, the same for all that attend to one another."""
+        return centre(query, key)
 
 
 class Backend(Engine):

@@ -27,7 +27,6 @@ from qattn.attention.backend import Engine
 from qattn.attention.dispatch import select
 from qattn.attention.inputs import Inputs
 from qattn.attention.score import gaussian
-from qattn.lift import centre
 from qattn.pullback import vector_jacobian
 
 __all__ = ["attend_differentiably"]
@@ -83,9 +82,8 @@ class _Attend(torch.autograd.Function):
             value, out, grad_out = (x.new_zeros(*x.shape[:2], 0, dtype=lse.dtype) for x in (key, query, query))
         grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse
         h = (grad_lse - (grad_out.to(lse.dtype) * out).sum(-1))[..., None]  # (B, N, 1)
-        q, k = centre(
-            query.to(lse.dtype), key.to(lse.dtype)
-        )  # products of coordinates and values cancel less about the centre
+        # Products of coordinates and values cancel less about the centre.
+        q, k = ctx.engine.centred(query.to(lse.dtype), key.to(lse.dtype))
         C, D, dtype = value.shape[-1], query.shape[-1], value.dtype
         needs_query, needs_key, needs_value, needs_bias = ctx.needs_input_grad[:4]
         grad_query = grad_key = grad_value = grad_bias = None

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from qattn import _checks
 from qattn.attended import Attended, merge
+from qattn.ranks import ALONE, Ranks
 
-__all__ = ["Kernel", "PointKernel", "ScaledKernel", "SumKernel"]
+__all__ = ["GaussianPoints", "Kernel", "PointKernel", "ScaledKernel", "SumKernel"]
 
 
 class Kernel(ABC):
@@ -62,14 +63,14 @@ class Kernel(ABC):
         is_drawn = torch.ones(*batch, N, dtype=torch.bool)
         if N == M:
             is_drawn = (bias > -torch.inf).cpu()
-        candidates = is_drawn.reshape(-1, N).any(0).nonzero()[:, 0]
+        candidates = is_drawn.reshape(self.shape[:-2].numel(), N).any(0).nonzero()[:, 0]
         sample = candidates[torch.randperm(len(candidates), generator=torch.Generator().manual_seed(seed))[:rows]]
         with torch.no_grad():
             found = self.attend(bias).lse.cpu().double()[..., sample]
         exact = self.exact_lse(sample, bias)
         is_right = (found == exact) | ~is_drawn[..., sample]  # −inf in both, or drawn for another item of the batch
-        largest = torch.where(is_right, 0, torch.expm1(found - exact).abs()).amax(-1)
-        return largest.to(self.device, self.dtype)
+        gaps = torch.where(is_right, 0, torch.expm1(found - exact).abs())
+        return self.ranks.largest(gaps.to(self.device, self.dtype))
 
     def smallest_eigenvalue(self, *, tol: float = 1e-2) -> float:
         """The smallest eigenvalue of K, to about `tol` of the largest; NaN if it was not found.
@@ -80,6 +81,7 @@ class Kernel(ABC):
             raise ValueError(
                 f"`smallest_eigenvalue` takes one square matrix; this kernel has shape {tuple(self.shape)}."
             )
+        _checks.held_alone("smallest_eigenvalue", self.ranks)
         from qattn._scipy import DiffusionOperator, extreme_eigenvalues  # here, because SciPy is slow to import
 
         zero = torch.zeros(self.shape[0], dtype=self.dtype, device=self.device)
@@ -95,6 +97,11 @@ class Kernel(ABC):
     def mass(self) -> Tensor | None:
         """The masses that its sites come with, (*batch, N), of sum 1; None if they are equal."""
         return None
+
+    @property
+    def ranks(self) -> Ranks:
+        """Who holds its sites: this process alone, or a group in which each holds the shard that `shape` tells of."""
+        return ALONE
 
     @property
     def dtype(self) -> torch.dtype:
@@ -122,11 +129,39 @@ class PointKernel(Kernel):
         """The kernel between other points (*batch, N', d) and its own."""
 
 
+class GaussianPoints(PointKernel):
+    """A Gaussian kernel of points, which has gradients in space; its points are here, or a shard of them."""
+
+    @property
+    @abstractmethod
+    def points(self) -> Tensor:
+        """The positions x, shape (*batch, N, d)."""
+
+    @property
+    @abstractmethod
+    def centred(self) -> Tensor:
+        """The positions about the mean of all points, shape (*batch, N, d), where differences cancel less."""
+
+    @property
+    @abstractmethod
+    def sigma(self) -> Tensor:
+        """The bandwidth σ, a tensor without axes or of shape (H,)."""
+
+    @abstractmethod
+    def prepared_as(self, other: Any) -> "GaussianPoints":
+        """The same kernel, with what another one has prepared for the same points: their order."""
+
+    @abstractmethod
+    def for_channels(self, channels: int) -> "GaussianPoints":
+        """The same kernel by the method that is cheapest to apply to so many channels, again and again."""
+
+
 class SumKernel(PointKernel):
     """K + L + …, by merging."""
 
     def __init__(self, *kernels: Kernel) -> None:
         _checks.kernels_of_one_size([kernel.shape for kernel in kernels])
+        _checks.all_or_none_sharded([kernel.ranks.is_alone for kernel in kernels])
         self._kernels = kernels
 
     def __repr__(self) -> str:
@@ -152,6 +187,10 @@ class SumKernel(PointKernel):
     def mass(self) -> Tensor | None:
         """The masses of the first that has any."""
         return next((kernel.mass for kernel in self._kernels if kernel.mass is not None), None)
+
+    @property
+    def ranks(self) -> Ranks:
+        return self._kernels[0].ranks
 
     def attend(self, bias: Tensor, value: Tensor | None = None) -> Attended:
         return reduce(merge, (kernel.attend(bias, value) for kernel in self._kernels))
@@ -189,6 +228,10 @@ class ScaledKernel(PointKernel):
     @property
     def mass(self) -> Tensor | None:
         return self._kernel.mass
+
+    @property
+    def ranks(self) -> Ranks:
+        return self._kernel.ranks
 
     def attend(self, bias: Tensor, value: Tensor | None = None) -> Attended:
         out, lse = self._kernel.attend(bias, value)

@@ -7,6 +7,8 @@ definite as K is. Two real channels ride in one complex transform.
 Its error is absolute, about a fraction δ of ‖w‖₂ in every row for weights w, so rows that sum to little need a smaller
 δ. It is chosen from the least of a few exact rows; then each pass compares its own lowest rows with exact ones, and is
 done again with more modes and digits while they differ by more than the tolerance.
+
+Of a cloud that lies on several ranks, each transforms its own points, and the modes are added up.
 """
 
 import math
@@ -19,9 +21,11 @@ import torch
 from torch import Tensor
 
 from qattn.attended import Attended
-from qattn.attention import attend
 from qattn.attention.backend import Engine
 from qattn.attention.inputs import Inputs
+from qattn.kernels.prepared import rows_of_all
+from qattn.lift import centre
+from qattn.ranks import ALONE, Ranks
 
 __all__ = ["SINGLE", "Fourier", "FourierError", "first_error", "modes", "most_modes"]
 
@@ -31,6 +35,7 @@ _SAFETY = 0.125  # of the δ that would just do
 _TIGHTER = 1 / 30
 _LAST = 1e-15
 _ROWS = 64  # that are compared with exact ones, and as many of the lowest
+_LEAST_ROWS = 8  # of each rank
 _TRANSFORMS = 8  # at a time, each on a grid of its own
 SINGLE = 2e-6  # the δ from which on float32 will do
 
@@ -59,13 +64,12 @@ def first_error(tol: float, least: float, norm: float) -> float:
 class _Product:
     """K v between two clouds (N, D) and (M, D), to an error δ; its plans are kept."""
 
-    def __init__(self, query: Tensor, key: Tensor, error: float) -> None:
-        self.error = error
-        low = torch.minimum(query.amin(0), key.amin(0)).double()
-        high = torch.maximum(query.amax(0), key.amax(0)).double()
+    def __init__(self, query: Tensor, key: Tensor, error: float, ranks: Ranks) -> None:
+        self.error, self._ranks = error, ranks
+        low, high = ranks.box(torch.cat([query, key]).double())
         reach = math.sqrt(2 * math.log(1 / error))
         self.shape = tuple(modes((high - low).tolist(), error))
-        limit = most_modes(len(query) + len(key))
+        limit = most_modes(int(ranks.sum(torch.tensor(len(query) + len(key), device=key.device))) // ranks.size)
         if math.prod(self.shape) > limit:
             raise FourierError(
                 f'`method="fourier"` would need {" × ".join(map(str, self.shape))} modes for these points, more than '
@@ -102,7 +106,7 @@ class _Product:
         """K v for columns v (n, M), as (n, N)."""
         n = len(columns)
         # Errors are shared by the two channels of a pair, which therefore should be of one size.
-        scale = columns.norm(dim=1, keepdim=True)
+        scale = self._ranks.total(columns.square()).sqrt()[:, None]
         scale = torch.where(scale == 0, 1, scale)  # (n, 1)
         columns = (columns / scale).to(self.dtype)
         if n % 2:
@@ -113,9 +117,13 @@ class _Product:
         return scale * torch.stack([results.real, results.imag], dim=1).flatten(0, 1)[:n]
 
     def _transform(self, pairs: Tensor) -> Tensor:
-        count = len(pairs)
-        data = _array(pairs if count > 1 else pairs[0])
-        spectrum = torch.as_tensor(self._plan(1, count).execute(data)).mul_(self.weights)
+        count, (M, N) = len(pairs), (len(self._key[0]), len(self._query[0]))
+        spectrum = pairs.new_zeros(*((count,) if count > 1 else ()), *self.shape)
+        if M:  # a plan takes no empty shard
+            spectrum = torch.as_tensor(self._plan(1, count).execute(_array(pairs if count > 1 else pairs[0])))
+        spectrum = self._ranks.sum(spectrum).mul_(self.weights)
+        if not N:
+            return pairs.new_zeros(count, 0)
         return torch.as_tensor(self._plan(2, count).execute(_array(spectrum))).reshape(count, -1)
 
 
@@ -148,26 +156,42 @@ class Fourier(Engine):
         query: The points that attend.
         key: The points attended to, about the same origin; the same object for a cloud and itself.
         instead: Gives another engine for what this one cannot do to the tolerance; raises by default.
+        ranks: Who holds the points; each rank gives its own, about an origin that all share.
     """
 
-    def __init__(self, query: Tensor, key: Tensor, instead: Callable[[FourierError], Engine] | None = None) -> None:
-        self._query, self._key, self._instead = query, key, instead
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        instead: Callable[[FourierError], Engine] | None = None,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        self._query, self._key, self._instead, self._ranks = query, key, instead, ranks
         self._products: dict[int, _Product] = {}
+        self._rows = max(_LEAST_ROWS, _ROWS // ranks.size)
 
     def not_supported_reasons(self, inputs: Inputs) -> list[str]:
         return []
+
+    @property
+    def is_sharded(self) -> bool:
+        return not self._ranks.is_alone
+
+    def centred(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        return centre(query, key) if self._ranks.is_alone else (query, key)
 
     @cached_property
     def exchanged(self) -> "Fourier":
         if self._query is self._key:
             return self
         instead = self._instead
-        return Fourier(self._key, self._query, None if instead is None else lambda error: instead(error).exchanged)
+        other = None if instead is None else lambda error: instead(error).exchanged
+        return Fourier(self._key, self._query, other, self._ranks)
 
     def _product(self, b: int, error: float) -> _Product:
         """The product of the cloud b to an error δ, or a smaller one that has been made before."""
         if b not in self._products or self._products[b].error > error:
-            self._products[b] = _Product(self._query[b], self._key[b], error)
+            self._products[b] = _Product(self._query[b], self._key[b], error, self._ranks)
         return self._products[b]
 
     def attend(self, inputs: Inputs) -> Attended:
@@ -190,7 +214,8 @@ class Fourier(Engine):
 
     def _attend_cloud(self, b: int, bias: Tensor, value: Tensor | None, tol: float) -> Attended:
         """Attention of the cloud b, for bias (M,) and value (M, C)."""
-        N, top = self._query.shape[1], bias.amax()
+        N, ranks = self._query.shape[1], self._ranks
+        top = ranks.highest(bias)
         if top == -torch.inf:
             nothing = bias.new_full((N,), -torch.inf)
             return Attended(None if value is None else value.new_zeros(N, value.shape[-1]), nothing)
@@ -200,18 +225,19 @@ class Fourier(Engine):
             columns = torch.cat([columns, (value.to(bias.dtype) * weights[:, None]).T])  # (1 + C, M)
         rows = self._some_rows(bias)
         exact = self._exact(b, rows, bias)
-        rounding = 16 * torch.finfo(bias.dtype).eps * max(1.0, float(exact.abs().amax()))
-        error = first_error(tol, float(torch.exp(exact.amin() - top)), float(weights.norm()))
+        rounding = 16 * torch.finfo(bias.dtype).eps * max(1.0, float(ranks.largest(exact.abs())))
+        least, norm = -ranks.highest(-exact), ranks.total(weights.square()).sqrt()
+        error = first_error(tol, float(torch.exp(least - top)), float(norm))
         while True:
             product = self._product(b, error)
             sums = product(columns).to(bias.dtype)  # (1 + C, N)
-            total = sums[0].clamp(min=float(product.error * weights.sum()))
+            total = sums[0].clamp(min=float(product.error * ranks.total(weights)))
             if self._query is self._key:
                 total = torch.maximum(total, weights)  # what a row adds to itself
             lse = torch.log(total) + top
             lowest = self._lowest_rows(bias, lse)
-            gaps = lse[rows] - exact, lse[lowest] - self._exact(b, lowest, bias)
-            gap = float(torch.cat(gaps).abs().amax())
+            gaps = torch.cat([lse[rows] - exact, lse[lowest] - self._exact(b, lowest, bias)]).abs()
+            gap = float(ranks.largest(torch.where(gaps.isnan(), torch.inf, gaps)))
             if gap <= 0.5 * tol + rounding:
                 break
             error = product.error * _TIGHTER
@@ -230,11 +256,11 @@ class Fourier(Engine):
 
     def _some_rows(self, bias: Tensor) -> Tensor:
         present = self._present(bias)
-        return present[:: -(-len(present) // _ROWS)]
+        return present[:: max(1, -(-len(present) // self._rows))]
 
     def _lowest_rows(self, bias: Tensor, lse: Tensor) -> Tensor:
         present = self._present(bias)
-        return present[lse[present].topk(min(_ROWS, len(present)), largest=False).indices]
+        return present[lse[present].topk(min(self._rows, len(present)), largest=False).indices]
 
     def _exact(self, b: int, rows: Tensor, bias: Tensor) -> Tensor:
-        return attend(self._query[b, rows].to(bias.dtype), self._key[b].to(bias.dtype), bias=bias).lse
+        return rows_of_all(self._ranks, self._query[b, rows].to(bias.dtype), self._key[b].to(bias.dtype), bias)

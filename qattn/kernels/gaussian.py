@@ -12,15 +12,15 @@ from qattn.attention import attend
 from qattn.attention.api import attend_by
 from qattn.attention.backend import Engine
 from qattn.attention.dispatch import select
-from qattn.kernels.base import PointKernel
+from qattn.kernels.base import GaussianPoints
 from qattn.kernels.methods import Methods, Work
-from qattn.kernels.prepared import attend_prepared
+from qattn.kernels.prepared import attend_by_heads, attend_prepared
 from qattn.kernels.sites import Sites, scaled
 
 __all__ = ["GaussianKernel"]
 
 
-class GaussianKernel(PointKernel):
+class GaussianKernel(GaussianPoints):
     r"""K_ij = exp(−‖x_i − x_j‖² / 2σ²), symmetric and positive definite.
 
     Args:
@@ -84,6 +84,10 @@ class GaussianKernel(PointKernel):
     def points(self) -> Tensor:
         """The positions x, shape (*batch, N, d)."""
         return self._points
+
+    @property
+    def centred(self) -> Tensor:
+        return self._points - self._points.mean(-2, keepdim=True).detach()
 
     @property
     def sigma(self) -> Tensor:
@@ -159,29 +163,15 @@ class GaussianKernel(PointKernel):
         return kernel
 
     def attend(self, bias: Tensor, value: Tensor | None = None) -> Attended:
-        groups = self._methods.groups
-        if len(groups) == 1:
-            return self._attend_by(groups[0][1], self._sigma, bias, value)
-        bias = bias.expand(*self.shape[:-2], -1)  # (*batch, H, M)
-        if value is not None:
-            value = value.expand(*torch.broadcast_shapes(value.shape[:-2], self.shape[:-2]), -1, -1)
-        parts = []
-        for heads, engine in groups:
-            assert heads is not None
-            values = None if value is None else value.index_select(-3, heads)
-            parts.append(self._attend_by(engine, self._sigma[heads], bias.index_select(-2, heads), values))
-        back = torch.argsort(torch.cat([heads for heads, _ in groups if heads is not None]))
-        lse = torch.cat([part.lse for part in parts], dim=-2).index_select(-2, back)
-        if value is None:
-            return Attended(None, lse)
-        return Attended(torch.cat([part.out for part in parts], dim=-3).index_select(-3, back), lse)  # type: ignore[misc]
+        return attend_by_heads(self._methods.groups, self.shape[:-2], bias, value, self._attend_by)
 
     def _embedded(self, sigma: Tensor) -> tuple[Tensor, Tensor]:
         key = scaled(self._points.to(self.dtype), sigma)
         return key if self._is_self else scaled(self._targets.to(self.dtype), sigma), key
 
-    def _attend_by(self, engine: Engine | None, sigma: Tensor, bias: Tensor, value: Tensor | None) -> Attended:
-        """By an engine, which has been prepared for the batch of the kernel; by an attention backend if None."""
+    def _attend_by(self, engine: Engine | None, heads: Tensor | None, bias: Tensor, value: Tensor | None) -> Attended:
+        """By an engine, which has been prepared for the batch of some heads; by an attention backend if None."""
+        sigma = self._sigma if heads is None else self._sigma[heads]
         # By the bandwidths alone, gradients are cheaper than by points.
         by_points = self._points.requires_grad or self._targets.requires_grad
         log_sigma = torch.log(sigma) if sigma.requires_grad and not by_points else None

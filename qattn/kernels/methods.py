@@ -8,6 +8,7 @@
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib.util import find_spec
@@ -17,16 +18,19 @@ import torch
 from torch import Tensor
 
 from qattn import _checks
-from qattn.attention import attend
 from qattn.attention.backend import Engine
 from qattn.attention.native import cutoff, in_base_2
 from qattn.kernels import fourier, tiles
 from qattn.kernels.fourier import Fourier, FourierError
+from qattn.kernels.prepared import rows_of_all
 from qattn.kernels.sites import Sites
 from qattn.kernels.tiles import SortedCloud, Tiles
 from qattn.tiling import PART, TILE
 
-__all__ = ["METHODS", "Choice", "Methods", "Work"]
+__all__ = ["METHODS", "Choice", "Instead", "Maker", "Methods", "Work"]
+
+Instead = Callable[[FourierError], Engine]  # what is to be done where FFTs are not exact enough
+Maker = Callable[[str, Tensor, Instead | None], Engine | None]  # the engine of a method for some bandwidths
 
 METHODS = ("exact", "tiles", "fourier")
 _FEW_DIMENSIONS = 4  # in which tiles pay off
@@ -94,12 +98,23 @@ class Methods:
         tol: The largest error of lse that is acceptable.
         backend: Which attention backend; those that "tiles" does not know leave only "exact".
         work: What it is for.
+        make: What makes the engines of a cloud that lies on several ranks.
     """
 
-    def __init__(self, sites: Sites, sigma: Tensor, method: str, tol: float, backend: str, work: Work) -> None:
+    def __init__(
+        self,
+        sites: Sites,
+        sigma: Tensor,
+        method: str,
+        tol: float,
+        backend: str,
+        work: Work,
+        make: Maker | None = None,
+    ) -> None:
         _checks.one_of("method", method, ("auto", *METHODS))
         self._sites, self._sigma = sites, sigma.detach()
         self._method, self._tol, self._backend, self._work = method, tol, backend, work
+        self._make = self._made if make is None else make
         self._engines: dict[str, Engine | None] = {}
         self._counted: tuple[SortedCloud, SortedCloud] | None = None  # the last whose near tiles were counted
         self._given_up: dict[int, str] = {}  # heads for which fourier has been tried in vain, and why
@@ -151,16 +166,20 @@ class Methods:
         self._given_up |= dict.fromkeys(numbers, str(error))
         self._engines.clear()
         del self.choices
-        return Tiles(*self._sites.sorted(self._sigma if heads is None else self._sigma[heads]), self._backend)
+        tiles = self._make("tiles", self._sigma if heads is None else self._sigma[heads], None)
+        assert tiles is not None
+        return tiles
 
     def _engine(self, method: str, heads: Tensor | None) -> Engine | None:
         sigma = self._sigma if heads is None else self._sigma[heads]
+        return self._make(method, sigma, partial(self._instead_of_fourier, heads) if self._method == "auto" else None)
+
+    def _made(self, method: str, sigma: Tensor, instead: Instead | None) -> Engine | None:
         if method == "exact":
             return None
         counted, self._counted = self._counted, None
         if method == "tiles":
             return Tiles(*(counted if counted and sigma.ndim == 0 else self._sites.sorted(sigma)), self._backend)
-        instead = partial(self._instead_of_fourier, heads) if self._method == "auto" else None
         return Fourier(*self._sites.scaled(sigma), instead)
 
     def _choose(self, head: int, sigma: float) -> Choice:
@@ -170,11 +189,14 @@ class Methods:
             if self._method == "tiles" and self._sites.dims > _FEW_DIMENSIONS:
                 note += f"; in {self._sites.dims} dimensions boxes overlap, and few pairs are left out"
             return Choice(self._method, {self._method: note}, {})
-        N, M = self._sites.size
-        clouds = self._sites.batch.numel()
-        pairs = N * M * clouds
-        costs = _COSTS.get(self._sites.device.type, _COSTS["cpu"])
-        threads = torch.get_num_threads() if self._sites.device.type == "cpu" else 1
+        # Of a cloud on several ranks: the share of one of them, on average, from numbers that all have alike.
+        ranks, device = self._sites.ranks, self._sites.device
+        N, all_keys = (int(size) for size in ranks.sum(torch.tensor(self._sites.size, device=device)))
+        N, M, clouds = max(1, N // ranks.size), all_keys // ranks.size, self._sites.batch.numel()
+        pairs = N * all_keys * clouds
+        costs = _COSTS.get(device.type, _COSTS["cpu"])
+        threads = torch.get_num_threads() if device.type == "cpu" else 1
+        threads = -int(ranks.maximum(torch.tensor(-threads, device=device)))
         seconds = {"exact": 1e-9 * costs.pair * pairs / threads}
         if pairs <= _FEW_PAIRS:
             return Choice("exact", {"exact": f"all {pairs:.1e} pairs, too few to think about"}, seconds)
@@ -185,7 +207,7 @@ class Methods:
 
         if not reasons["fourier"]:
             extent = (self._sites.extent / sigma).tolist()
-            error = fourier.first_error(self._tol, self._least_sum(sigma), math.sqrt(M))
+            error = fourier.first_error(self._tol, self._least_sum(sigma), math.sqrt(all_keys))
             shape = fourier.modes(extent, error)
             count, limit = math.prod(shape), fourier.most_modes(N + M)
             if count > limit:
@@ -211,19 +233,27 @@ class Methods:
                 notes["tiles"] = f"{near / pairs:.1e} of all pairs, {_about(seconds['tiles'])}"
         notes |= {name: "; ".join(reason) for name, reason in reasons.items() if reason}
         best = min(seconds, key=lambda name: self._work.cost(name) * seconds[name])
+        best = METHODS[int(ranks.maximum(torch.tensor(METHODS.index(best), device=device)))]  # though roundings differ
         return Choice(best, {name: notes[name] for name in METHODS}, seconds)
 
     def _least_sum(self, sigma: float) -> float:
         """The least Σ_j K_ij of a few rows, for equal weights."""
         targets, points = self._sites.scaled(torch.tensor(sigma, device=self._sites.device))
-        rows = targets[:, :: -(-targets.shape[1] // _ROWS)]
-        return float(torch.exp(attend(rows, points).lse.amin()))
+        rows, ranks = targets[:, :: max(1, -(-targets.shape[1] // _ROWS))], self._sites.ranks
+        found = [rows_of_all(ranks, *cloud, None) for cloud in zip(rows, points, strict=True)]
+        return math.exp(-float(ranks.highest(-torch.cat(found))))
 
-    def _near(self, sigma: float) -> tuple[float, float]:
-        """How many pairs of tiles are near, and of points in near parts of them: from a sample, for equal biases."""
+    def _near(self, sigma: float) -> tuple[float, ...]:
+        """How many pairs of tiles are near, and of points in near parts of them: from a sample, for equal biases.
+
+        On several ranks, of those that one of them has on average. It counts near ones among its own keys, and takes
+        as large a part of them to be near those of each other rank: right for a reach far below or above its extent.
+        """
         from qattn.attention._near import count_near  # here, because importing Numba takes a while
 
         dtype = self._sites.clouds[1].dtype
+        if 0 in self._sites.size:
+            return self._mean(0.0, 0.0)
         self._counted = self._sites.sorted(torch.tensor(sigma))
         targets, points = (cloud.tiling(dtype) for cloud in self._counted)
         bias = torch.zeros(points.clouds, points.size, dtype=dtype)
@@ -231,7 +261,15 @@ class Methods:
         total = targets.clouds * targets.tiles
         sample = torch.linspace(0, total - 1, min(_SAMPLE, total)).round().long()
         tiles, parts = count_near(sample.numpy(), limit, TILE // PART)
-        return tiles * total / len(sample), parts * PART**2 * total / len(sample)
+        near = parts * PART**2 * total / len(sample)
+        others = 1 + (self._sites.ranks.size - 1) * min(1.0, near / math.prod((points.clouds, *self._sites.size)))
+        return self._mean(others * tiles * total / len(sample), others * near)
+
+    def _mean(self, *numbers: float) -> tuple[float, ...]:
+        """Means of numbers over the ranks."""
+        ranks = self._sites.ranks
+        sums = ranks.sum(torch.tensor(numbers, dtype=torch.float64, device=self._sites.device))
+        return tuple((sums / ranks.size).tolist())
 
 
 def _about(seconds: float) -> str:

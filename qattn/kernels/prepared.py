@@ -1,5 +1,7 @@
-"""Attention by an engine that has been prepared for the points of a kernel."""
+"""Attention by an engine that has been prepared for the points of a kernel, and a few exact rows to check it by."""
 
+import math
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -7,12 +9,13 @@ from torch import Tensor
 
 from qattn import _checks
 from qattn.attended import Attended
-from qattn.attention import gaussian
+from qattn.attention import attend, gaussian
 from qattn.attention.api import attend_by
 from qattn.attention.backend import Engine
 from qattn.attention.score import Score
+from qattn.ranks import Ranks
 
-__all__ = ["attend_prepared"]
+__all__ = ["attend_by_heads", "attend_prepared", "rows_of_all"]
 
 
 def attend_prepared(
@@ -36,6 +39,42 @@ def attend_prepared(
     return Attended(None if out is None or value is None else _unfold(out, value, batch), lse)
 
 
+def attend_by_heads(
+    groups: list[tuple[Tensor | None, Engine | None]],
+    batch: torch.Size,
+    bias: Tensor,
+    value: Tensor | None,
+    attend_by_one: Callable[[Engine | None, Tensor | None, Tensor, Tensor | None], Attended],
+) -> Attended:
+    """Attention by several engines, each for some heads, the last axis of the batch; None for all of them."""
+    if len(groups) == 1:
+        return attend_by_one(groups[0][1], None, bias, value)
+    bias = bias.expand(*batch, -1)  # (*batch, H, M)
+    if value is not None:
+        value = value.expand(*torch.broadcast_shapes(value.shape[:-2], batch), -1, -1)
+    parts = []
+    for heads, engine in groups:
+        assert heads is not None
+        values = None if value is None else value.index_select(-3, heads)
+        parts.append(attend_by_one(engine, heads, bias.index_select(-2, heads), values))
+    back = torch.argsort(torch.cat([heads for heads, _ in groups if heads is not None]))
+    lse = torch.cat([part.lse for part in parts], dim=-2).index_select(-2, back)
+    if value is None:
+        return Attended(None, lse)
+    return Attended(torch.cat([part.out for part in parts], dim=-3).index_select(-3, back), lse)  # type: ignore[misc]
+
+
+def rows_of_all(ranks: Ranks, query: Tensor, key: Tensor, bias: Tensor | None) -> Tensor:
+    """The lse (n,) of a few queries (n, D) of each rank with the keys (M, D) of all, without gradient.
+
+    The queries travel, and not the keys: every rank attends to its own with the queries of all.
+    """
+    queries = ranks.joined(query)
+    with torch.no_grad():
+        found = ranks.log_sum(attend(torch.cat(queries), key, bias=bias).lse)
+    return found.split([len(rows) for rows in queries])[ranks.rank]
+
+
 def _extra_axes(value: Tensor, batch: torch.Size) -> tuple[torch.Size, list[int], list[int]]:
     """The batch of kernel and value together, its axes that the kernel has, and those that only the value has."""
     whole = torch.broadcast_shapes(value.shape[:-2], batch)
@@ -48,7 +87,8 @@ def _fold(value: Tensor, batch: torch.Size) -> Tensor:
     """Values (*whole, M, C) with the axes that the kernel lacks among the channels: (*batch, M, …)."""
     whole, kept, extra = _extra_axes(value, batch)
     axes = [*kept, len(whole), *extra, len(whole) + 1]
-    return value.expand(*whole, -1, -1).permute(axes).reshape(*batch, value.shape[-2], -1)
+    M, channels = value.shape[-2], math.prod(whole[axis] for axis in extra) * value.shape[-1]
+    return value.expand(*whole, -1, -1).permute(axes).reshape(*batch, M, channels)
 
 
 def _unfold(out: Tensor, value: Tensor, batch: torch.Size) -> Tensor:

@@ -9,6 +9,7 @@ from qattn import _checks
 from qattn.nn.diffusion import QDiffusion
 from qattn.nn.layouts import PointModule
 from qattn.operators import Diffusion
+from qattn.ranks import Ranks
 
 __all__ = ["QAttention", "QBlock"]
 
@@ -57,6 +58,10 @@ class QAttention(PointModule):
         self.content = nn.Linear(dim, num_heads * content_dim, bias=False) if content_dim else None
         self.out = nn.Linear(dim, dim, bias=bias)
 
+    @property
+    def ranks(self) -> Ranks:
+        return self.diffusion.ranks
+
     def _content(self, features: Tensor) -> Tensor | None:
         """c (B, H, N, content_dim); of distances that do not grow with their dimension, as dot products are scaled."""
         if self.content is None:
@@ -102,6 +107,10 @@ class QBlock(PointModule):
         self.attention = QAttention(dim, num_heads, **attention)
         self.mlp = nn.Sequential(nn.Linear(dim, hidden), nn.GELU(), nn.Dropout(dropout), nn.Linear(hidden, dim))
         self.dropout = nn.Dropout(dropout)
+
+    @property
+    def ranks(self) -> Ranks:
+        return self.attention.ranks
 
     def at_points(self, features: Tensor, points: Tensor, mass: Tensor, *, near: Diffusion | None = None) -> Tensor:
         """Features (B, N, dim); for `near` see `QDiffusion.operator`."""

@@ -13,6 +13,7 @@ from qattn.nn.diffusion import QDiffusion
 from qattn.nn.hub import HubMixin
 from qattn.nn.layouts import PointModule
 from qattn.operators import Diffusion
+from qattn.ranks import Ranks
 
 __all__ = ["QDiffNet"]
 
@@ -92,6 +93,10 @@ class QDiffNet(
         )
         self.last = nn.Linear(width, out_channels)
 
+    @property
+    def ranks(self) -> Ranks:
+        return self.blocks[0].diffusion.ranks  # type: ignore[union-attr,return-value]
+
     def at_points(
         self, features: Tensor, points: Tensor, mass: Tensor, *, gradients: Gradients | None = None
     ) -> Tensor:
@@ -110,8 +115,8 @@ class QDiffNet(
         x = self.last(x)
         if self.output == "points":
             return x
-        share = (mass / mass.sum(-1, keepdim=True))[..., None].to(x)
-        return (share * x).sum(-2)
+        share = (mass / self.ranks.total(mass)[..., None])[..., None].to(x)
+        return self.ranks.total((share * x).mT)
 
 
 class _Block(nn.Module):

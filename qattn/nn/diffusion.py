@@ -1,6 +1,7 @@
 r"""Diffusion at learned scales: Q_σ^m f, one bandwidth σ a head."""
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,9 +10,12 @@ from torch import Tensor, nn
 from qattn import _checks
 from qattn._eager import eager
 from qattn.attention.dispatch import BACKENDS
+from qattn.distributed import Group, ShardedGaussian
 from qattn.kernels import GaussianKernel
+from qattn.kernels.base import GaussianPoints
 from qattn.kernels.methods import METHODS
 from qattn.operators import NORMALIZATIONS, Diffusion, diffusion
+from qattn.ranks import ALONE, Ranks
 from qattn.solver import ADJOINTS, ITERATIONS
 
 __all__ = ["QDiffusion"]
@@ -36,6 +40,8 @@ class QDiffusion(nn.Module):
         max_iter: The most kernel passes of normalising; the last of them measures only.
         method: How the Gaussian kernel is computed; see `qattn.GaussianKernel`.
         backend: Which attention backend it uses; see `qattn.backends()`.
+        sharded: Whether clouds lie over all ranks of `torch.distributed`, or of a process group that is given: points,
+            masses and signals are then this rank's shards of them; see `qattn.distributed.ShardedGaussian`.
 
     The paper's setting, ten plain steps without gradients through them, is
     `QDiffusion(32, sigma=…, applications=2, adjoint="detach", iteration="plain", tol=0, max_iter=11)`.
@@ -60,6 +66,7 @@ class QDiffusion(nn.Module):
         max_iter: int = 50,
         method: str = "auto",
         backend: str = "auto",
+        sharded: Any = False,
     ) -> None:
         super().__init__()
         low, high = _checks.range_of_bandwidths(sigma)
@@ -72,7 +79,7 @@ class QDiffusion(nn.Module):
         _checks.one_of("iteration", iteration, ITERATIONS)
         _checks.one_of("method", method, ("auto", *METHODS))
         _checks.one_of("backend", backend, ("auto", *BACKENDS))
-        self._adjoint, self._method = adjoint, {"method": method, "backend": backend}
+        self._adjoint, self._method, self._sharded = adjoint, {"method": method, "backend": backend}, sharded
         self._normalizing: dict[str, Any] = {
             "normalization": normalization,
             "iteration": iteration,
@@ -88,6 +95,11 @@ class QDiffusion(nn.Module):
     def sigma(self) -> Tensor:
         """The bandwidths, shape (H,)."""
         return self.log_sigma.to(torch.promote_types(self.log_sigma.dtype, torch.float32)).exp()
+
+    @property
+    def ranks(self) -> Ranks:
+        """Who holds the points of a cloud."""
+        return Group(None if self._sharded is True else self._sharded) if self._sharded else ALONE
 
     @eager
     def operator(
@@ -109,9 +121,9 @@ class QDiffusion(nn.Module):
                 starts from its potentials, at the nearest bandwidths.
             signal: A signal (*batch, H, N, P) to apply it to with the last pass of normalising: `applied`.
         """
-        kernel, init = _kernel(points, self.sigma, content, **self._method), None
+        kernel, init = _kernel(points, self.sigma, content, self.ranks, **self._method), None
         if near is not None:
-            other = _checks.same_points(kernel, near.kernel, GaussianKernel)
+            other = _checks.same_points(kernel, near.kernel, type(kernel))
             kernel = kernel.prepared_as(other)
             if near.normalization == "sinkhorn":
                 init = _interpolated(near.potential.detach(), other.sigma.detach(), kernel.sigma.detach())
@@ -149,6 +161,7 @@ class QDiffusion(nn.Module):
         _checks.heads(signal, self.num_scales, points)
         m = self.applications
         if torch.compiler.is_exporting():
+            _checks.held_alone("torch.export", self.ranks)
             options = self._normalizing | self._method
             both = _diffuse(signal, points, self.sigma, mass, content, m, gradient, **options)
             return (both[..., 0], both[..., 1:], None) if gradient else (both, None, None)
@@ -160,13 +173,16 @@ class QDiffusion(nn.Module):
         return *q.value_and_gradient(signal if fused is None else q.power(m - 2, q.applied)), q
 
 
-def _kernel(points: Tensor, sigma: Tensor, content: Tensor | None, method: str, backend: str) -> GaussianKernel:
+def _kernel(
+    points: Tensor, sigma: Tensor, content: Tensor | None, ranks: Ranks, method: str, backend: str
+) -> GaussianPoints:
+    kind = partial(ShardedGaussian, group=ranks) if isinstance(ranks, Group) else GaussianKernel
     x = points.to(torch.promote_types(points.dtype, torch.float32))
     sigma = sigma.to(x)
     if content is None:
-        return GaussianKernel(x, sigma, method=method, backend=backend)
+        return kind(x, sigma, method=method, backend=backend)
     lifted = torch.cat([x[..., None, :, :] / sigma[:, None, None], content.to(x)], dim=-1)  # (*batch, H, N, d + c)
-    return GaussianKernel(lifted, 1.0, method=method, backend=backend)
+    return kind(lifted, 1.0, method=method, backend=backend)
 
 
 def _for_heads(mass: Tensor | None) -> Tensor | None:
@@ -204,7 +220,7 @@ def _diffuse(
 
     A program needs qattn where it runs.
     """
-    kernel = _kernel(points, sigma, content, method, backend)
+    kernel = _kernel(points, sigma, content, ALONE, method, backend)
     q = diffusion(
         kernel, None, _for_heads(mass), normalization=normalization, iteration=iteration, tol=tol, max_iter=max_iter
     )

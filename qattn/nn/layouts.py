@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from qattn import _checks
 from qattn.ragged import to_packed, to_padded
+from qattn.ranks import ALONE, Ranks
 
 __all__ = ["PointModule"]
 
@@ -29,6 +30,11 @@ class PointModule(nn.Module):
     """
 
     at_points: Callable[..., Tensor]
+
+    @property
+    def ranks(self) -> Ranks:
+        """Who holds the points of a cloud."""
+        return ALONE
 
     def forward(
         self,
@@ -64,10 +70,11 @@ class PointModule(nn.Module):
             x = to_padded(points, offset=offset, batch=batch)[0]
             x = torch.where(present[..., None], x, x[:, :1])  # padding stays within its cloud
             m = present.to(x) if mass is None else to_padded(mass, offset=offset, batch=batch)[0]
-            out = self.at_points(padded, x, m / m.sum(-1, keepdim=True).clamp(min=1e-30), **options)
+            out = self.at_points(padded, x, m / self.ranks.total(m)[..., None].clamp(min=1e-30), **options)
             return to_packed(out, present) if out.ndim == 3 else out
         if mass is None:
-            mass = torch.full(points.shape[:-1], 1 / points.shape[-2], dtype=points.dtype, device=points.device)
+            ones = torch.ones(points.shape[:-1], dtype=points.dtype, device=points.device)
+            mass = ones / self.ranks.total(ones)[..., None]
         if features.ndim == 3:
             return self.at_points(features, points, mass, **options)
         return self.at_points(features[None], points[None], mass[None], **options)[0]

@@ -1,0 +1,90 @@
+"""One cloud over several processes: normalised, diffused, and a network trained on it.
+
+    torchrun --nproc-per-node 2 examples/distributed.py
+
+Each process holds its share of the points, and of everything that belongs to them. The potentials are saved as soon as
+they are known: run it again, after a crash say, and normalising starts from them.
+"""
+
+import argparse
+import datetime
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
+
+import qattn
+from qattn.distributed import ShardedGaussian, gather, shard
+from qattn.shapes import creature, creature_parts
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--points", type=int, default=200_000)
+    parser.add_argument("--sigma", type=float, default=0.02)
+    parser.add_argument("--train", type=int, default=2_000, help="points that the network is trained on")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--folder", type=Path, default=Path("potentials"))
+    options = parser.parse_args()
+
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, timeout=datetime.timedelta(minutes=2))  # how long a rank waits for the others
+    rank, size = dist.get_rank(), dist.get_world_size()
+    device = torch.device("cuda", rank % torch.cuda.device_count()) if backend == "nccl" else torch.device("cpu")
+    torch.set_num_threads(max(1, torch.get_num_threads() // size))
+
+    def say(text):
+        if rank == 0:
+            print(text, flush=True)
+
+    # Every rank can make the whole cloud here. Of a file, it would read `points[index]` alone.
+    points, _ = creature(options.points)
+    index = shard(points)
+    mine = points[index].to(device)
+    say(f"{options.points:,} points on {size} ranks, {len(index):,} on this one")
+
+    kernel = ShardedGaussian(mine, options.sigma)
+    method = kernel.method  # chosen by all ranks together, so all of them ask
+    options.folder.mkdir(exist_ok=True)
+    file = options.folder / f"{options.points}-{options.sigma:g}-{rank}-of-{size}.pt"
+    saved = torch.load(file) if file.exists() else None
+    q = qattn.diffusion(kernel, init=None if saved is None else saved.to(device))
+    torch.save(q.potential.cpu(), file)
+    say(f"method {method}: {int(q.num_iter)} passes to a mean |Q1 − 1| of {float(q.marginal_error):.1e}")
+
+    nose = torch.zeros(len(mine), 1, device=device)
+    nose[index.to(device) == int(points[:, 0].argmax())] = 1.0  # on one rank only
+    before = kernel.group.sent
+    heat = q.power(10, nose)
+    say(f"ten steps of diffusion: {(kernel.group.sent - before) / 1e6:.2f} MB sent by this rank")
+    whole = gather(heat, index.to(device))
+    say(f"total heat {float(whole.mean() * options.points):.6f}, highest {float(whole.amax()):.2e}")
+
+    # A network that learns the parts of the body, one cloud over all ranks.
+    points, _ = creature(options.train)
+    index = shard(points)
+    x, labels = points[index].to(device), creature_parts(points)[index].to(device)
+    torch.manual_seed(0)
+    parts = int(creature_parts(points).amax()) + 1
+    network = qattn.nn.QDiffNet(3, parts, num_scales=4, features=4, num_blocks=2, sigma=(0.05, 0.5), sharded=True)
+    parallel = DistributedDataParallel(network.to(device))
+    optimizer = torch.optim.Adam(parallel.parameters(), lr=0.01)
+    bar = tqdm(range(options.steps), desc="Training", disable=rank > 0)
+    for _ in bar:
+        optimizer.zero_grad()
+        # DDP takes the mean over the ranks; with this factor it is the mean over all points.
+        loss = cross_entropy(parallel(x, x), labels, reduction="sum") * (size / options.train)
+        loss.backward()
+        optimizer.step()
+        bar.set_postfix(loss=f"{float(loss.detach()):.3f}")
+    right = parallel(x, x).argmax(-1) == labels
+    share = gather(right.float(), index.to(device)).mean()
+    say(f"{float(share):.0%} of the points are known by their part")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

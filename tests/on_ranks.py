@@ -1,0 +1,346 @@
+"""Checks that run on every rank of a group, against one process with the whole cloud in float64; no tests.
+
+python on_ranks.py PORT RANKS CHECK METHOD
+"""
+
+import datetime
+import os
+import sys
+import time
+import warnings
+from pathlib import Path
+from threading import Timer
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import qattn
+from qattn.distributed import Group, ShardedGaussian, gather, shard
+
+SIGMA, TOL = 0.4, {"exact": 1e-10, "tiles": 1e-6, "fourier": 1e-6}
+
+
+def close(found, expected, tol=1e-9):
+    torch.testing.assert_close(found, expected, rtol=tol, atol=tol)
+
+
+def cloud(N=230, seed=0):
+    """A sphere with a few points of no mass, and a signal."""
+    generator = torch.Generator().manual_seed(seed)
+    points = torch.randn(N, 3, generator=generator, dtype=torch.float64)
+    points = torch.nn.functional.normalize(points, dim=-1) + 5  # off the origin, by different means on the ranks
+    mass = torch.rand(N, generator=generator, dtype=torch.float64) + 0.1
+    mass[::11] = 0
+    return points, mass, torch.randn(N, 2, generator=generator, dtype=torch.float64)
+
+
+def refusal(function):
+    """What is said of wrong input."""
+    try:
+        function()
+    except ValueError as error:
+        return str(error)
+    raise AssertionError("nothing was refused")
+
+
+def shares(N):
+    """Which points are this rank's: compact shards, uneven ones, and all points on one rank."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    yield shard(cloud(N)[0])
+    cuts = [N * r**2 // size**2 for r in range(size + 1)]
+    yield torch.arange(N)[cuts[rank] : cuts[rank + 1]]
+    yield torch.arange(N if rank == size - 1 else 0)
+
+
+def same_as_one(method):
+    """Attention, the operator, its transpose, its gradient in space, its extension, and what they report."""
+    points, mass, signal = cloud()
+    N, tol = len(points), TOL[method]
+    whole = qattn.diffusion(qattn.GaussianKernel(points, SIGMA, method="exact"), mass=mass, tol=1e-8, signal=signal)
+    bias = torch.linspace(-1, 1, N).double()
+    expected = qattn.GaussianKernel(points, SIGMA, method="exact").attend(bias, signal)
+    elsewhere = points[:7] * 1.1
+    for index in shares(N):
+        kernel = ShardedGaussian(points[index], SIGMA, method=method, tol=tol)
+        assert kernel.shape == (len(index), len(index))
+        found = kernel.attend(bias[index], signal[index])
+        close(found.lse, expected.lse[index], 10 * tol)
+        close(found.out, expected.out[index], 10 * tol)
+        close(kernel.error(bias[index]), torch.zeros(()).double(), 2 * tol)
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            q = qattn.diffusion(kernel, mass=mass[index], tol=1e-8, signal=signal[index])
+        assert bool(q.converged)
+        assert int(q.num_iter) == int(whole.num_iter)
+        close(q.potential, whole.potential[index], 10 * tol)
+        close(q.applied, whole.applied[index], 10 * tol)
+        close(q @ signal[index], (whole @ signal)[index], 10 * tol)
+        close(q.T @ signal[index], (whole.T @ signal)[index], 100 * tol)
+        for got, wanted in zip(q.value_and_gradient(signal[index]), whole.value_and_gradient(signal), strict=True):
+            close(got, wanted[index], 100 * tol)
+        some = torch.arange(7)[dist.get_rank() :: dist.get_world_size()]
+        close(q.extend(elsewhere[some]) @ signal[index], (whole.extend(elsewhere) @ signal)[some], 10 * tol)
+        close(gather(q.applied, index), whole.applied, 10 * tol)
+
+        again = qattn.diffusion(kernel, mass=mass[index], tol=1e-6, init=q.potential)
+        assert int(again.num_iter) == 1
+        for name in ("row", "symmetric", "none"):
+            other = qattn.diffusion(kernel, normalization=name)
+            same = qattn.diffusion(qattn.GaussianKernel(points, SIGMA, method="exact"), normalization=name)
+            close(other @ signal[index], (same @ signal)[index], 10 * tol)
+            close(other.marginal_error, same.marginal_error, 10 * tol)
+
+    assert (q.extend(points[:0]) @ signal[index]).shape == (0, 2)  # nowhere, on no rank
+    everything = torch.full((N,), -torch.inf).double()
+    assert (kernel.attend(everything[index]).lse == -torch.inf).all()
+
+
+def near_and_far(method):
+    """Small bandwidths: only what is near another rank is sent there; also for points without mass, far from all."""
+    N, sigma, tol = 3000, 0.05 if method != "fourier" else 0.3, 1e-5
+    points, mass, signal = cloud(N)
+    points[0] += 3.0  # mass 0
+    signal = signal.abs()
+    bias = torch.log(mass) + 3 * torch.rand(N, dtype=torch.float64)
+    expected = qattn.GaussianKernel(points, sigma, method="exact").attend(bias, signal)
+    for index in shares(N):
+        kernel = ShardedGaussian(points[index], sigma, method=method, tol=tol)
+        out, lse = kernel.attend(bias[index], signal[index])
+        counts = (mass[index] > 0) | (method != "fourier")  # whose error is absolute, and not checked elsewhere
+        torch.testing.assert_close(lse[counts], expected.lse[index][counts], rtol=0, atol=tol)
+        torch.testing.assert_close(out[counts], expected.out[index][counts], rtol=0, atol=6 * tol)
+    if method == "tiles":
+        index = shard(points)
+        kernel = ShardedGaussian(points[index], sigma, method=method, tol=1e-3)
+        assert kernel.attend(torch.zeros(len(index)).double(), signal[index]).lse.isfinite().all()  # finds the halo
+        before = kernel.group.sent
+        kernel.attend(torch.zeros(len(index)).double(), signal[index])
+        everything = 8 * (N - len(index)) * (3 + 1 + 2)
+        assert kernel.group.sent - before < 0.5 * everything
+
+
+def batches_and_heads(method):
+    points = torch.stack([cloud(seed=1)[0], cloud(seed=2)[0] * torch.tensor([1.0, 0.3, 2.0])])
+    sigma, signal = torch.tensor([0.3, 0.6, 1.2]).double(), torch.randn(2, 3, 230, 2, dtype=torch.float64)
+    tol = TOL[method]
+    whole = qattn.diffusion(qattn.GaussianKernel(points, sigma, method="exact"), tol=1e-8, signal=signal)
+    for index in list(shares(230))[1:]:
+        kernel = ShardedGaussian(points[:, index], sigma, method=method, tol=tol)
+        q = qattn.diffusion(kernel, tol=1e-8, signal=signal[..., index, :])
+        close(q.potential, whole.potential[..., index], 10 * tol)
+        close(q.applied, whole.applied[..., index, :], 10 * tol)
+        close(q @ signal[0, 0, index], (whole @ signal[0, 0])[..., index, :], 10 * tol)
+        assert q.marginal_error.shape == (2, 3)
+
+
+def gradients(method):
+    """By points, σ, masses and signal, through the normalisation; and of second order, where that is quick."""
+    N, tol = 90, TOL[method]
+    given = cloud(N)
+    weights = torch.randn(N, 2, dtype=torch.float64)
+
+    def loss_of(kernel, points, sigma, mass, signal, weights):
+        q = qattn.diffusion(kernel(points, sigma), mass=mass, tol=1e-11)
+        return (q @ signal * weights).sum()
+
+    def derivatives(kernel, index):
+        points, mass, signal = (x[index].clone().requires_grad_() for x in given)
+        sigma = torch.tensor(SIGMA, dtype=torch.float64, requires_grad=True)
+        inputs = points, sigma, mass, signal
+        loss = loss_of(kernel, *inputs, weights[index])
+        first = torch.autograd.grad(loss, inputs, create_graph=True)
+        if method == "fourier":  # many small sums, which take their time
+            return first
+        # A second order that goes through everything: of |∂loss/∂points|².
+        return *first, *torch.autograd.grad(first[0].square().sum(), inputs)
+
+    expected = derivatives(lambda x, s: qattn.GaussianKernel(x, s, method="exact"), torch.arange(N))
+    for index in list(shares(N))[1:]:
+        found = derivatives(lambda x, s: ShardedGaussian(x, s, method=method, tol=tol), index)
+        for got, wanted in zip(found, expected[: len(found)], strict=True):
+            if wanted.ndim == 0:  # of σ each rank has a part
+                close(Group().sum(got), wanted, 1e3 * tol)
+            else:
+                close(got, wanted[index], 1e3 * tol)
+
+
+def subgroups(method):
+    """Two clouds at a time, each on a group of its own; and groups of one rank."""
+    points, mass, signal = cloud()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    whole = qattn.diffusion(qattn.GaussianKernel(points, SIGMA, method="exact"), mass=mass, tol=1e-8)
+    for width in (size // 2, 1):
+        groups = [dist.new_group(list(range(first, first + width))) for first in range(0, size, width)]
+        group = groups[rank // width]
+        index = shard(points, group)
+        q = qattn.diffusion(ShardedGaussian(points[index], SIGMA, group=group, method=method), mass=mass[index])
+        close(q @ signal[index], (whole @ signal)[index], 1e-2)
+
+
+def spectra(method):
+    """Eigenpairs of few points, by the whole matrix, and of many, by blocks."""
+    for N, sigma in ((230, SIGMA), (1500, 0.3)):
+        points, mass, signal = cloud(N)
+        whole = qattn.diffusion(qattn.GaussianKernel(points, sigma, method="exact"), mass=mass, tol=1e-9)
+        expected = qattn.eigsh(whole, 4, tol=1e-5)
+        for index in list(shares(N))[1:]:
+            q = qattn.diffusion(ShardedGaussian(points[index], sigma, method=method), mass=mass[index], tol=1e-9)
+            spectrum = qattn.eigsh(q, 4, tol=1e-5)
+            close(spectrum.values, expected.values, 1e-6)
+            close(spectrum.vectors, expected.vectors[index], 1e-3)
+            close(spectrum.mass, expected.mass[index])
+            assert float(spectrum.residuals.amax()) < 1e-4
+            close(spectrum.project(signal[index]), expected.project(signal), 1e-3)
+            close(spectrum.power(0.5, signal[index]), expected.power(0.5, signal)[index], 1e-3)
+            assert qattn.eigsh(q, 4, init=spectrum).vectors.shape == (len(index), 4)
+            assert "sharded over several" in refusal(
+                lambda s=spectrum: qattn.maps.point_map(s, s, torch.eye(4).double())
+            )
+
+
+def choices(_):
+    """All ranks take the same method, the cheapest for each bandwidth, whatever they hold."""
+    points = cloud(12_000)[0].float()
+    for index in shares(len(points)):
+        kernel = ShardedGaussian(points[index], [0.02, 0.8])
+        assert kernel.method == ("tiles", "fourier")
+        assert ShardedGaussian(points[index][:30], 0.1).method == "exact"
+        q = qattn.diffusion(kernel, signal=points[index])
+        assert bool(q.converged.all())
+        assert float(q.error().amax()) <= 1e-3
+        assert q.applied.shape == (2, len(index), 3)
+
+
+def networks(method):
+    """A network on a cloud over all ranks is the network on the cloud; DDP trains it."""
+    points, mass, features = cloud(120)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    options = {"num_scales": 2, "features": 2, "num_blocks": 2, "sigma": (0.2, 1.0), "tol": 1e-9}
+    for output in ("points", "mean"):
+        torch.manual_seed(0)
+        whole = qattn.nn.QDiffNet(2, 3, output=output, method="exact", **options).double()
+        torch.manual_seed(rank)  # rank 0 decides where the parameters start
+        network = qattn.nn.QDiffNet(2, 3, output=output, method=method, sharded=True, **options).double()
+        parallel = DistributedDataParallel(network)
+        for index in shares(120):
+            whole.zero_grad()
+            network.zero_grad()
+            expected = whole(features, points, mass)
+            expected.square().sum().backward()
+            found = parallel(features[index], points[index], mass[index])
+            close(found, expected[index] if output == "points" else expected, 1e-4)
+            # DDP averages over the ranks: losses that add up count as often, those that all have alike once.
+            loss = found.square().sum() * (size if output == "points" else 1)
+            loss.backward()
+            for got, wanted in zip(network.parameters(), whole.parameters(), strict=True):
+                close(got.grad, wanted.grad, 1e-3)
+    equal = whole(features, points)  # masses that are not given are equal over all ranks
+    close(parallel(features[index], points[index]), equal, 1e-4)
+    block = qattn.nn.QBlock(2, 1, content_dim=2, sharded=True, method="exact").double()
+    for parameter in block.parameters():
+        dist.broadcast(parameter.data, 0)
+    assert block(features[index], points[index]).shape == (len(index), 2)
+
+
+def fully_sharded(method):
+    """FSDP has the gradients of one process, with a cloud for each rank and with one over all of them."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    clouds = [cloud(60, seed)[0] for seed in range(size)]
+    options = {"num_scales": 2, "features": 2, "num_blocks": 2, "sigma": (0.2, 1.0), "tol": 1e-9, "method": method}
+    for sharded in (False, True):
+        torch.manual_seed(0)
+        whole = qattn.nn.QDiffNet(3, 2, **options).double()
+        torch.manual_seed(0)
+        network = qattn.nn.QDiffNet(3, 2, sharded=sharded, **options).double()
+        for part in (*network.blocks, network):
+            fully_shard(part, mesh=init_device_mesh("cpu", (size,)))
+        if sharded:
+            mine = clouds[0][shard(clouds[0])]
+            (size * network(mine, mine).square().sum()).backward()
+            whole(clouds[0], clouds[0]).square().sum().backward()
+        else:
+            network(clouds[rank], clouds[rank]).square().sum().backward()
+            (sum(whole(x, x).square().sum() for x in clouds) / size).backward()
+        for got, wanted in zip(network.parameters(), whole.parameters(), strict=True):
+            close(got.grad.full_tensor(), wanted.grad, 1e-5)
+
+
+def refusals(_):
+    points, rank = torch.randn(5, 3), dist.get_rank()
+
+    assert "`sigma` should be the same on all ranks" in refusal(lambda: ShardedGaussian(points, 1.0 + rank))
+    assert "should be the same on all ranks" in refusal(lambda: ShardedGaussian(torch.randn(5, 2 + rank % 2), 1.0))
+    assert "all shards are empty" in refusal(lambda: ShardedGaussian(points[:0], 1.0))
+    kernel = ShardedGaussian(points, 1.0)
+    q = qattn.diffusion(kernel)
+    assert f"rank {rank} of" in repr(q)
+    for function in (q.to_dense, q.to_scipy, lambda: qattn.check_axioms(q), kernel.smallest_eigenvalue):
+        assert "sharded over several" in refusal(function)
+    assert "all be sharded" in refusal(lambda: kernel + qattn.GaussianKernel(points, 1.0))
+    assert "positive sum" in refusal(lambda: qattn.diffusion(kernel, mass=torch.zeros(5)))
+    sums = qattn.diffusion(0.5 * kernel + kernel)
+    close(sums @ points, q @ points, 1e-2)
+
+
+def killed(method):
+    """Saves a potential, and goes on solving until rank 1 is killed, or stopped, in the middle of it."""
+    points, mass, _ = cloud()
+    index = shard(points)
+    kernel = ShardedGaussian(points[index], SIGMA, method=method)
+    warnings.simplefilter("ignore")
+    result = qattn.sinkhorn(kernel, mass[index], max_iter=4, tol=1e-9)
+    torch.save(result.potential, Path(os.environ["FOLDER"]) / f"{dist.get_rank()}.pt")
+    if dist.get_rank() == 1:
+        Timer(0.5, lambda: os.kill(os.getpid(), int(os.environ["SIGNAL"]))).start()
+    qattn.sinkhorn(kernel, mass[index], max_iter=10**6, tol=0)
+
+
+def restarted(method):
+    """Goes on from the potential that was saved: fewer passes, to the same end."""
+    points, mass, _ = cloud()
+    index = shard(points)
+    saved = torch.load(Path(os.environ["FOLDER"]) / f"{dist.get_rank()}.pt")
+    kernel = ShardedGaussian(points[index], SIGMA, method=method, tol=1e-9)
+    cold = qattn.sinkhorn(kernel, mass[index], tol=1e-8)
+    warm = qattn.sinkhorn(kernel, mass[index], tol=1e-8, init=saved)
+    whole = qattn.sinkhorn(qattn.GaussianKernel(points, SIGMA), mass, tol=1e-8)
+    assert int(warm.num_iter) < int(cold.num_iter)
+    close(warm.potential, whole.potential[index], 1e-6)
+
+
+CHECKS = {
+    function.__name__: function
+    for function in (
+        *(same_as_one, near_and_far, batches_and_heads, gradients, subgroups, spectra, choices, refusals),
+        *(networks, fully_sharded),
+        *(killed, restarted),
+    )
+}
+
+
+def run(rank, port, size, checks):
+    torch.set_num_threads(1)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    seconds = float(os.environ.get("TIMEOUT", "120"))
+    dist.init_process_group("gloo", rank=rank, world_size=size, timeout=datetime.timedelta(seconds=seconds))
+    for check in checks:
+        name, method = check.split(":")
+        torch.manual_seed(0)
+        began = time.monotonic()
+        CHECKS[name](method)
+        if rank == 0:
+            print(f"{check} on {size} ranks: {time.monotonic() - began:.1f} s", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    port, size, *checks = sys.argv[1:]
+    if "RANK" in os.environ:  # one of processes that were started by themselves
+        run(int(os.environ["RANK"]), port, int(size), checks)
+    else:
+        torch.multiprocessing.spawn(run, (port, int(size), checks), nprocs=int(size))

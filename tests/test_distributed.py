@@ -1,0 +1,98 @@
+"""Clouds over 2 and 4 ranks against one process with the whole cloud, and what becomes of ranks that die.
+
+What is checked is in `on_ranks.py`, which runs on every rank.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import qattn
+from qattn.distributed import ShardedGaussian
+
+SCRIPT = str(Path(__file__).with_name("on_ranks.py"))
+
+
+def free_port():
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return str(one.getsockname()[1])
+
+
+def environment(**more):
+    root = str(Path(qattn.__file__).parents[1])
+    return os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"} | more
+
+
+def on_ranks(size, *checks, **more):
+    command = [sys.executable, SCRIPT, free_port(), str(size), *checks]
+    run = subprocess.run(command, env=environment(**more), capture_output=True, text=True, timeout=500, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+METHODS = "exact", "tiles", "fourier"
+
+
+def test_two_ranks_are_one_process():
+    """Attention, operators, gradients, spectra, networks; one start of processes for all, which is what takes time."""
+    checks = "same_as_one", "near_and_far", "batches_and_heads", "gradients"
+    others = "spectra:exact", "choices:auto", "refusals:auto", "networks:exact", "fully_sharded:exact"
+    on_ranks(2, *(f"{check}:{method}" for check in checks for method in METHODS), *others)
+
+
+def test_four_ranks_are_one_process():
+    on_ranks(4, *(f"same_as_one:{method}" for method in METHODS), "gradients:exact", "subgroups:tiles")
+
+
+@pytest.mark.parametrize(("number", "size"), [(signal.SIGKILL, 3), (signal.SIGSTOP, 2)], ids=["killed", "stalled"])
+def test_a_rank_that_is_lost_stops_the_others(tmp_path, number, size):
+    """Within the timeout, with a sentence that says what to do; a new start goes on from what was saved."""
+    port, timeout = free_port(), 4.0
+    command = [sys.executable, SCRIPT, port, str(size), "killed:tiles"]
+    folder = {"FOLDER": str(tmp_path)}
+    ranks = [
+        subprocess.Popen(
+            command,
+            env=environment(RANK=str(rank), SIGNAL=str(int(number)), TIMEOUT=str(timeout), **folder),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    try:
+        os.waitpid(ranks[1].pid, os.WUNTRACED)  # until it is killed or stopped
+        for rank in {0, size - 1} - {1}:
+            errors = ranks[rank].communicate(timeout=timeout + 10)[1]
+            assert ranks[rank].returncode not in (0, None)
+            assert f"Rank {rank} of {size} lost touch with the others" in errors
+            assert "`init=`" in errors
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+            process.stderr.close()
+    if number == signal.SIGKILL:
+        on_ranks(size, "restarted:tiles", **folder)
+
+
+def test_a_group_is_needed():
+    with pytest.raises(ValueError, match=r"init_process_group.*torchrun"):
+        ShardedGaussian(torch.randn(5, 3), 0.1)
+
+
+def test_the_example_runs_under_torchrun(tmp_path):
+    script = Path(qattn.__file__).parents[1] / "examples" / "distributed.py"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    sizes = ["--points", "5000", "--sigma", "0.1", "--train", "300", "--steps", "2", "--folder", str(tmp_path)]
+    run = subprocess.run(
+        [*torchrun, *sizes], env=environment(), capture_output=True, text=True, timeout=300, check=True
+    )
+    assert "of the points are known by their part" in run.stdout
+    assert run.stderr.count("0/2 [00:00<?, ?it/s]") == 1  # one bar, of the first rank
+    assert len(list(tmp_path.iterdir())) == 2  # potentials, for another start
