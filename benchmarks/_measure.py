@@ -85,7 +85,7 @@ def finding(case: str, ours: str, rows: list[dict[str, object]], figure: str = "
     return {
         "case": case,
         "qattn": ours.format(**base),
-        "others": ", ".join(f"{row['name']} {row[figure] / base[figure]:.2g}×" for row in others),
+        "others": "; ".join(f"{row['name']} {row[figure] / base[figure]:.2g}×" for row in others),
     }
 
 

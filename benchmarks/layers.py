@@ -167,7 +167,7 @@ def main():
                 )
             print(lines[-1], flush=True)
     print("\n" + "\n".join(lines))
-    ours = "{seconds:.2f} s, {megabytes:.0f} MB, error of ∂/∂σ {gradient_error:.0e}"
+    ours = "{seconds:.2f} s, error of ∂/∂σ {gradient_error:.0e}"
     findings = [
         finding(f"a layer of 32 σ on {n:,} points", ours, [r for r in rows if r["N"] == n]) for n in options.sizes
     ]

@@ -79,7 +79,7 @@ def demo(
             step(f"{points:,} points, σ = {sigma:g}")
             row, q = _diffused(places, sigma, noise)
             rows.append(row)
-            draw(_spread(q.applied), f"Q of it, σ = {sigma:g}: {row.seconds:.1f} s")
+            draw(_spread(q.applied), f"diffused, σ = {sigma:g}")
 
         step(f"{len(few):,} points")
         row, q = _diffused(few, _FEW_SIGMA, noise[: len(few)])
