@@ -80,13 +80,13 @@ def environment() -> dict[str, object]:
 
 
 def finding(case: str, ours: str, rows: list[dict[str, object]], figure: str = "seconds") -> dict[str, str]:
-    """One line of the summary: our figure, and how many times as much the others of these rows take; ours is first."""
-    base, *others = (row for row in rows if figure in row)
-    return {
-        "case": case,
-        "qattn": ours.format(**base),
-        "others": "; ".join(f"{row['name']} {row[figure] / base[figure]:.2g}×" for row in others),
-    }
+    """One line of the summary: our figure, and how many times as much the others of these rows take."""
+    rows = [row for row in rows if figure in row]
+    base = next((row for row in rows if row["name"] in ("qattn", "native")), None)
+    if base is None:
+        return {"case": case, "qattn": "none", "others": ""}
+    others = (f"{row['name']} {row[figure] / base[figure]:.2g}×" for row in rows if row is not base)
+    return {"case": case, "qattn": ours.format(**base), "others": "; ".join(others)}
 
 
 def save(name: str, rows: list[dict[str, object]], findings: list[dict[str, str]], quick: bool) -> Path:

@@ -1,5 +1,8 @@
 """Pictures show the points that are in front, in colours that mean something, with any signal."""
 
+import sys
+
+import pytest
 import torch
 
 from qattn import pictures, shapes
@@ -31,3 +34,9 @@ def test_normals_of_a_sphere_are_found():
     front = points[:, 2] > 0.2
     assert (normals[front] * points[front]).sum(-1).median() > 0.99
     assert (normals[:, 2] >= 0).all()
+
+
+def test_without_matplotlib_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ModuleNotFoundError, match="Pictures need matplotlib"):
+        pictures.figure(1, 1)
