@@ -46,8 +46,8 @@ def demo(
 ) -> None:
     """Diffuse noise on a million points, compute the modes of a shape, print figures and draw a picture.
 
-    Seconds are those of building, normalising and applying, or of all eigenpairs. Errors are those of row sums against all pairs,
-    on 256 random rows, or the largest residual of an eigenpair. The first run compiles, before clocks start.
+    Seconds are those of building, normalising and applying, or of all eigenpairs. Errors are those of row sums against
+    all pairs, on 256 random rows, or the largest residual of an eigenpair. The first run compiles, before clocks start.
     """
     from tqdm import tqdm
 
