@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: install test demo doctor bench conformance clean
+.PHONY: install test demo doctor bench docs conformance clean
 
 install: $(VENV)/installed
 
@@ -21,25 +21,25 @@ test: install
 	$(BIN)/pytest
 
 demo: install
-	$(BIN)/qattn doctor
-	$(BIN)/python examples/dirac.py --output demo.png
+	$(BIN)/qattn demo
 
 doctor: install
 	$(BIN)/qattn doctor
 
+# Quick sizes; `make bench FULL=1` takes those of the README, and hours.
 bench: install
-	$(BIN)/python benchmarks/attention.py
-	$(BIN)/python benchmarks/normalize.py
-	$(BIN)/python benchmarks/methods.py
-	$(BIN)/python benchmarks/million.py
-	$(BIN)/python benchmarks/modalities.py
-	$(BIN)/python benchmarks/spectra.py
-	$(BIN)/python benchmarks/layers.py
-	$(BIN)/python benchmarks/distributed.py
+	$(BIN)/python benchmarks/all.py $(if $(FULL),--full)
+
+docs: $(VENV)/documented
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+$(VENV)/documented: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	touch $@
 
 # The real flash-attn package, its kernel interpreted on a CPU, in an environment of its own.
 conformance:
 	bash conformance/run.sh
 
 clean:
-	rm -rf $(VENV) .venv-conformance .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-conformance .pytest_cache .mypy_cache .ruff_cache site

@@ -1,5 +1,6 @@
 """Timing and the record of the machine, shared by the benchmarks."""
 
+import argparse
 import json
 import platform
 import subprocess
@@ -13,6 +14,14 @@ import torch
 import qattn
 
 RESULTS = Path(__file__).parent / "results"
+
+
+def parsed(parser: argparse.ArgumentParser, **sizes: object) -> argparse.Namespace:
+    """The options; with --quick, these sizes take the place of defaults, and the benchmark takes seconds."""
+    parser.add_argument("--quick", action="store_true", help="small sizes: a look, no measurement to quote")
+    if parser.parse_known_args()[0].quick:
+        parser.set_defaults(**sizes)
+    return parser.parse_args()
 
 
 def seconds(run: Callable[[], object], budget: float = 2.0) -> float:
@@ -70,9 +79,20 @@ def environment() -> dict[str, object]:
     }
 
 
-def save(name: str, rows: list[dict[str, object]]) -> Path:
-    """Writes the rows and the environment to results/<name>.json."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1))
+def finding(case: str, ours: str, rows: list[dict[str, object]], figure: str = "seconds") -> dict[str, str]:
+    """One line of the summary: our figure, and how many times as much the others of these rows take."""
+    rows = [row for row in rows if figure in row]
+    base = next((row for row in rows if row["name"] in ("qattn", "native")), None)
+    if base is None:
+        return {"case": case, "qattn": "none", "others": ""}
+    others = (f"{row['name']} {row[figure] / base[figure]:.2g}×" for row in rows if row is not base)
+    return {"case": case, "qattn": ours.format(**base), "others": "; ".join(others)}
+
+
+def save(name: str, rows: list[dict[str, object]], findings: list[dict[str, str]], quick: bool) -> Path:
+    """Writes rows, findings and the environment to results/<name>.json, or results/quick/<name>.json."""
+    path = (RESULTS / "quick" if quick else RESULTS) / f"{name}.json"
+    path.parent.mkdir(exist_ok=True, parents=True)
+    path.write_text(json.dumps({"environment": environment(), "findings": findings, "rows": rows}, indent=1))
+    print(f"\nwrote {path.relative_to(RESULTS.parent)}")
     return path

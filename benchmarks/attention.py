@@ -8,13 +8,13 @@ one that is wrong is shown as wrong and not timed. PyKeOps and plain dense torch
 import argparse
 import functools
 
-import matplotlib.pyplot as plt
 import torch
-from _measure import RESULTS, environment, save, seconds
+from _measure import environment, finding, parsed, save, seconds
 
 from qattn.attention.dispatch import BACKENDS
 from qattn.attention.inputs import Inputs
 from qattn.doctor import standard_problem
+from qattn.pictures import curves, figure
 
 CHANNELS = 8
 SLOW = {
@@ -77,7 +77,7 @@ def error(attended, inputs, rows=300):
     )
 
 
-def measure(sizes, device):
+def measure(sizes, device, budget):
     """One row a candidate, size and kind of pass."""
     rows = []
     for name, run in candidates(device).items():
@@ -86,7 +86,7 @@ def measure(sizes, device):
                 inputs = standard_problem(N, torch.float32, device, channels)
                 row = {"name": name, "pass": what, "N": N, "error": error(run(inputs), inputs)}
                 if row["error"] < 1e-3:
-                    row["ns"] = seconds(functools.partial(run, inputs)) / N**2 * 1e9
+                    row["ns"] = seconds(functools.partial(run, inputs), budget) / N**2 * 1e9
                     print(
                         f"  {name:12} {what:6} N = {N:6}  {row['ns']:7.3f} ns a pair   error {row['error']:.0e}",
                         flush=True,
@@ -114,38 +114,47 @@ def summary(rows):
     return "\n".join(lines)
 
 
+def findings(rows):
+    """Of the largest cloud that all were given."""
+    N = min(max(row["N"] for row in rows if row["name"] == name) for name in {row["name"] for row in rows})
+    return [
+        finding(
+            f"{N:,} points, {kind}",
+            "{name}, {ns:.2f} ns a pair",
+            [r for r in rows if (r["pass"], r["N"]) == (kind, N)],
+            "ns",
+        )
+        for kind in dict.fromkeys(row["pass"] for row in rows)
+    ]
+
+
 def plot(rows, path):
     kinds = list(dict.fromkeys(row["pass"] for row in rows))
-    figure, axes = plt.subplots(1, len(kinds), figsize=(11, 4.2), sharey=True, layout="constrained")
+    picture = figure(11, 4.2)
+    axes = picture.subplots(1, len(kinds), sharey=True)
     for axis, kind in zip(axes, kinds, strict=True):
-        for name in dict.fromkeys(row["name"] for row in rows):
-            points = [
-                (row["N"], row["ns"]) for row in rows if (row["name"], row["pass"]) == (name, kind) and "ns" in row
-            ]
-            width = 2.6 if name == "native" else 1.4
-            axis.plot(*zip(*points, strict=True), marker="o", linewidth=width, label=name)
+        curves(axis, [row for row in rows if row["pass"] == kind], "N", "ns")
         axis.set(xscale="log", yscale="log", xlabel="points", title="lse alone" if kind == "lse" else f"values, {kind}")
-        axis.set_xticks([row["N"] for row in rows if row["name"] == "native" and row["pass"] == kind])
+        axis.set_xticks(sorted({row["N"] for row in rows}))
         axis.xaxis.set_major_formatter(lambda value, _: f"{value / 1000:g}k")
         axis.xaxis.set_minor_formatter(lambda value, _: "")
-        axis.grid(alpha=0.3, which="both")
+    axes[0].get_legend().remove()
     axes[0].set_ylabel("nanoseconds a pair")
     axes[-1].legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5))
     where = environment()
-    figure.suptitle(f"Gaussian attention, d = 3, float32, {where['cpu']}, {where['threads']} threads", fontsize=10)
-    figure.savefig(path, dpi=130)
+    picture.suptitle(f"Gaussian attention, d = 3, float32, {where['cpu']}, {where['threads']} threads", fontsize=10)
+    picture.savefig(path, dpi=130)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", type=int, nargs="+", default=[5_000, 10_000, 20_000, 40_000])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    options = parser.parse_args()
+    options = parsed(parser, sizes=[2000, 4000])
     print(__doc__.splitlines()[0])
-    rows = measure(options.sizes, options.device)
-    path = save("attention", rows)
-    plot(rows, RESULTS / "attention.png")
-    print(f"\n{summary(rows)}\n\nwrote {path.relative_to(RESULTS.parent)} and results/attention.png")
+    rows = measure(options.sizes, options.device, 0.2 if options.quick else 2.0)
+    print(f"\n{summary(rows)}")
+    plot(rows, save("attention", rows, findings(rows), options.quick).with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from _measure import environment, once, save
+from _measure import environment, once, parsed, save
 
 import qattn
 from qattn.distributed import ShardedGaussian, shard
@@ -122,7 +122,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--most", type=int, default=400_000, help="points")
-    options = parser.parse_args()
+    options = parsed(parser, ranks=[1, 2], most=25_000)
     print(__doc__.splitlines()[0])
     print(f"{environment()['cpu']}, torch {torch.__version__}, gloo")
     rows = []
@@ -135,7 +135,16 @@ def main():
             torch.multiprocessing.spawn(one, (size, port, options.most, path), nprocs=size)
             rows += torch.load(path)
     model()
-    print(f"wrote {save('distributed', rows)}")
+    last = {row["method"]: row for row in rows}  # of the most points and ranks
+    findings = [
+        {
+            "case": f"{row['method']}, {row['N']:,} points on {row['ranks']} ranks",
+            "qattn": f"{row['apply_bytes'] / 1000:,.0f} kB sent a rank and pass, {row['megabytes']:.0f} MB held",
+            "others": "",
+        }
+        for row in last.values()
+    ]
+    save("distributed", rows, findings, options.quick)
 
 
 if __name__ == "__main__":

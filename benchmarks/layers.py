@@ -14,11 +14,11 @@ import json
 import math
 import time
 
-import matplotlib.pyplot as plt
 import torch
-from _measure import RESULTS, environment, in_its_own_process, once, save
+from _measure import environment, finding, in_its_own_process, once, parsed, save
 
 from qattn.nn import QDiffusion
+from qattn.pictures import figure
 from qattn.shapes import creature
 
 SCALES, FEATURES, APPLICATIONS = 32, 8, 2
@@ -114,7 +114,7 @@ def errors(run, n=300):
     return [float((a - b).norm() / b.norm()) for a, b in zip(*found, strict=True)]
 
 
-def one(name, n):
+def one(name, n, budget):
     """One candidate in this process: prints a row."""
     run = CANDIDATES[name]()
     output_error, gradient_error = errors(run)
@@ -122,7 +122,7 @@ def one(name, n):
     inputs = problem(n)
     forward, total, megabytes = math.inf, math.inf, 0.0
     start = time.perf_counter()
-    while total == math.inf or time.perf_counter() - start < 10:
+    while total == math.inf or time.perf_counter() - start < budget:
 
         def step():
             begin = time.perf_counter()
@@ -141,10 +141,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", type=int, nargs="+", default=[2000, 10_000])
     parser.add_argument("--limit", type=float, default=1800.0, help="seconds that a candidate may take")
-    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
+    options = parsed(parser, sizes=[500])
     if options.one:
-        return one(options.one[0], int(options.one[1]))
+        return one(options.one[0], int(options.one[1]), float(options.one[2]))
 
     print(__doc__.splitlines()[0])
     rows = []
@@ -154,7 +154,7 @@ def main():
         for name in CANDIDATES:
             if name == "dense torch" and n > DENSE_LIMIT:
                 continue
-            row = in_its_own_process("--one", name, n, limit=options.limit)
+            row = in_its_own_process("--one", name, n, 1 if options.quick else 10, limit=options.limit)
             if isinstance(row, str):
                 lines.append(f"| {n:,} | {name} | {row} | | | |")
             else:
@@ -166,14 +166,17 @@ def main():
                     f"{row['megabytes']:,.0f} MB | {row['gradient_error']:.0e} |"
                 )
             print(lines[-1], flush=True)
-    path = save("layers", rows)
-    report(rows)
     print("\n" + "\n".join(lines))
-    print(f"\nwrote {path.relative_to(RESULTS.parent)} and results/layers.png")
+    ours = "{seconds:.2f} s, error of ∂/∂σ {gradient_error:.0e}"
+    findings = [
+        finding(f"a layer of 32 σ on {n:,} points", ours, [r for r in rows if r["N"] == n]) for n in options.sizes
+    ]
+    plot(rows, save("layers", rows, findings, options.quick).with_suffix(".png"))
 
 
-def report(rows):
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+def plot(rows, path):
+    picture = figure(9, 3.6)
+    axes = picture.subplots(1, 2)
     names = list(dict.fromkeys(row["name"] for row in rows))
     sizes = sorted({row["N"] for row in rows})
     for number, name in enumerate(names):
@@ -186,8 +189,8 @@ def report(rows):
         axis.set(yscale="log", title=title)
         axis.set_xticks(range(len(sizes)), [f"{n:,} points" for n in sizes])
     axes[0].legend(frameon=False, fontsize=8)
-    figure.suptitle(f"32 bandwidths × 8 features, two applications, {environment()['threads']} threads", fontsize=10)
-    figure.savefig(RESULTS / "layers.png", dpi=130)
+    picture.suptitle(f"32 bandwidths × 8 features, two applications, {environment()['threads']} threads", fontsize=10)
+    picture.savefig(path, dpi=130)
 
 
 if __name__ == "__main__":

@@ -9,12 +9,12 @@ import argparse
 import math
 from functools import partial
 
-import matplotlib.pyplot as plt
 import torch
-from _measure import RESULTS, environment, save, seconds
+from _measure import environment, parsed, save, seconds
 
 from qattn import GaussianKernel
 from qattn.kernels.methods import METHODS
+from qattn.pictures import figure
 
 TOL = 1e-3
 
@@ -30,7 +30,7 @@ def main():
     parser.add_argument("--sizes", type=int, nargs="+", default=[10_000, 30_000, 100_000, 1_000_000])
     parser.add_argument("--sigmas", type=float, nargs="+", default=[0.003, 0.01, 0.02, 0.03, 0.05, 0.1, 0.3, 1.0])
     parser.add_argument("--limit", type=float, default=4.0, help="seconds a pass that are worth waiting for")
-    options = parser.parse_args()
+    options = parsed(parser, sizes=[10_000, 30_000], sigmas=[0.02, 0.3])
     print(__doc__.splitlines()[0])
     rows, regrets = [], []
     for shape in ("sphere", "ball"):
@@ -62,11 +62,13 @@ def main():
                     f"  {shape:6} N = {N:9,}  σ = {sigma:<5}  {choice.method:7}  regret {regrets[-1]:.2f}   {line}",
                     flush=True,
                 )
-    path = save("methods", rows)
-    worst = max(regrets)
-    print(f"\nregret: worst {worst:.2f}, mean {sum(regrets) / len(regrets):.2f}, over {len(regrets)} problems")
+    case = f"method taken, {len(regrets)} problems"
+    regret = f"worst {max(regrets):.2f}× the best, mean {sum(regrets) / len(regrets):.2f}×"
+    print(f"\n{case}: {regret}")
+    path = save("methods", rows, [{"case": case, "qattn": regret, "others": ""}], options.quick)
 
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained", sharey=True)
+    picture = figure(11, 4.2)
+    axes = picture.subplots(1, 2, sharey=True)
     for axis, shape in zip(axes, ("sphere", "ball"), strict=True):
         for method in METHODS:
             some = [row for row in rows if row["method"] == method and row["shape"] == shape]
@@ -76,8 +78,7 @@ def main():
         axis.grid(alpha=0.3)
     axes[0].set_ylabel(f"measured, {environment()['threads']} threads")
     axes[0].legend(frameon=False)
-    figure.savefig(RESULTS / "methods.png", dpi=130)
-    print(f"wrote {path.relative_to(RESULTS.parent)} and results/methods.png")
+    picture.savefig(path.with_suffix(".png"), dpi=130)
 
 
 if __name__ == "__main__":

@@ -14,12 +14,12 @@ import math
 import tempfile
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from _measure import RESULTS, environment, in_its_own_process, once, save
+from _measure import environment, finding, in_its_own_process, once, parsed, save
 
 import qattn
+from qattn.pictures import curves, figure
 from qattn.shapes import creature
 
 CHANNELS = 8
@@ -139,7 +139,7 @@ def main():
     parser.add_argument("--candidate", help=argparse.SUPPRESS)
     parser.add_argument("--cloud", help=argparse.SUPPRESS)
     parser.add_argument("--sigma", type=float, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parsed(parser, sizes=[20_000], more=[], sweep=[0.03, 0.3])
     if options.candidate:
         return one(options.candidate, options.cloud, options.sigma)
 
@@ -159,29 +159,21 @@ def main():
                 print(f"  bandwidths of {N:,} points, in radii of the shape:")
                 sweep = [measure("qattn", path, s * extent, options.limit) for s in options.sweep]
     rows, sweep = ([row for row in some if row] for some in (rows, sweep))
-    path = save("million", rows + sweep)
-    report(rows, sweep)
-    print(f"\nwrote {path.relative_to(RESULTS.parent)} and results/million.png")
+    ours = "{seconds:.2f} s, {megabytes:.0f} MB, error {error:.0e}"
+    findings = [finding(f"{N:,} points", ours, [r for r in rows if r["N"] == N]) for N in options.sizes]
+    report(rows, sweep, save("million", rows + sweep, findings, options.quick).with_suffix(".png"))
 
 
-def report(rows, sweep):
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    for name in dict.fromkeys(row["name"] for row in rows):
-        line = [(row["N"], row["seconds"]) for row in rows if row["name"] == name]
-        left.plot(*zip(*line, strict=True), marker="o", label=name)
+def report(rows, sweep, path):
+    picture = figure(11, 4.2)
+    left, right = picture.subplots(1, 2)
+    curves(left, rows, "N", "seconds")
     left.set(xscale="log", yscale="log", xlabel="points", ylabel="seconds: build, normalise, apply 8 channels")
     left.set_title(f"σ = {NEIGHBOURS} spacings, {environment()['threads']} threads", fontsize=10)
-    left.legend(frameon=False)
-    for method in dict.fromkeys(row["method"] for row in sweep):
-        line = [(row["sigma"], row["seconds"]) for row in sweep if row["method"] == method]
-        right.plot(*zip(*line, strict=True), marker="o", label=method)
+    curves(right, sweep, "sigma", "seconds", by="method")
     right.set(xscale="log", xlabel="σ, in a shape of radius 1", ylabel="seconds", ylim=(0, None))
     right.set_title(f"{sweep[0]['N']:,} points, method chosen" if sweep else "", fontsize=10)
-    if sweep:
-        right.legend(frameon=False)
-    for axis in (left, right):
-        axis.grid(alpha=0.3, which="both")
-    figure.savefig(RESULTS / "million.png", dpi=130)
+    picture.savefig(path, dpi=130)
 
     ours = [row for row in rows if row["name"] == "qattn" and row["N"] >= 100_000]
     if len(ours) > 1:

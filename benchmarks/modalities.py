@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from _measure import RESULTS, in_its_own_process, once, save
+from _measure import finding, in_its_own_process, once, parsed, save
 
 import qattn
 
@@ -139,17 +139,20 @@ def voxel_kernel(n):
 
 MIXTURE = by_kernel(lambda data: qattn.MixtureKernel.from_splats(*data, spacing(len(data[0]))))
 CENTRES = by_kernel(lambda data: qattn.GaussianKernel(data.float(), 2.0))
+
+
+def in_a_box(shape, n):
+    """A case of voxels: how they are made, and by what they are diffused."""
+    candidates = {"qattn": by_kernel(voxel_kernel(n)), "cloud of centres": CENTRES, "SciPy filter": voxels_by_scipy(n)}
+    return lambda: shape(n), candidates
+
+
 CASES = {
     "mixture of 5,000": (lambda: splats(5000), {"qattn": MIXTURE, "dense torch": mixture_by_dense_torch}),
     "mixture of 100,000": (lambda: splats(100_000), {"qattn": MIXTURE}),
-    "ball in 256³, σ = 2 voxels": (
-        lambda: ball(256),
-        {"qattn": by_kernel(voxel_kernel(256)), "cloud of centres": CENTRES, "SciPy filter": voxels_by_scipy(256)},
-    ),
-    "shell in 1024³, σ = 2 voxels": (
-        lambda: shell(1024),
-        {"qattn": by_kernel(voxel_kernel(1024)), "cloud of centres": CENTRES, "SciPy filter": voxels_by_scipy(1024)},
-    ),
+    "ball in 64³, σ = 2 voxels": in_a_box(ball, 64),
+    "ball in 256³, σ = 2 voxels": in_a_box(ball, 256),
+    "shell in 1024³, σ = 2 voxels": in_a_box(shell, 1024),
     "graph of a million edges": (
         lambda: edges(1_000_000),
         {"qattn": by_kernel(lambda data: qattn.GraphKernel((data, None))), "SciPy sparse": graph_by_scipy},
@@ -182,7 +185,7 @@ def main():
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--limit", type=float, default=900.0, help="seconds that a candidate may take")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parsed(parser, cases=["mixture of 5,000", "ball in 64³, σ = 2 voxels", "graph of a million edges"])
     if options.one:
         return one(*options.one)
 
@@ -209,7 +212,11 @@ def main():
                     f"| {row['megabytes']:,.0f} MB | {row['passes']} | {error} |"
                 )
     print("\n" + "\n".join(lines))
-    print(f"\nwrote {save('modalities', rows).relative_to(RESULTS.parent)}")
+    findings = [
+        finding(case, "{seconds:.2f} s, {megabytes:.0f} MB, error {error:.0e}", [r for r in rows if r["case"] == case])
+        for case in options.cases
+    ]
+    save("modalities", rows, findings, options.quick)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,11 @@ iterations reach. All run in one process, and the result of each is compared wit
 import argparse
 import math
 
-import matplotlib.pyplot as plt
 import torch
-from _measure import RESULTS, environment, save, seconds
+from _measure import environment, finding, parsed, save, seconds
 
 from qattn import diffusion
+from qattn.pictures import curves, figure
 
 CHANNELS = 8
 ITERATIONS = 10
@@ -75,7 +75,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", type=int, nargs="+", default=[5_000, 10_000, 20_000, 40_000])
     parser.add_argument("--sigma", type=float, default=0.05)
-    options = parser.parse_args()
+    options = parsed(parser, sizes=[2000])
     print(__doc__.splitlines()[0])
     rows = []
     for N in options.sizes:
@@ -88,23 +88,26 @@ def main():
             error = float((run(points, signal, options.sigma) - exact).abs().max())
             row = {"name": name, "N": N, "tol": tol, "error": error}
             if error < 1e-2:
-                row["seconds"] = seconds(lambda run=run, a=(points, signal, options.sigma): run(*a))
+                row["seconds"] = seconds(
+                    lambda run=run, a=(points, signal, options.sigma): run(*a), 0.2 if options.quick else 2.0
+                )
             rows.append(row)
             print(
                 f"  N = {N:6}  {name:12} {row.get('seconds', math.nan):8.3f} s   largest error {error:.0e}", flush=True
             )
-    path = save("normalize", rows)
+    findings = [
+        finding(f"{N:,} points, all pairs", "{seconds:.2f} s, error {error:.0e}", [r for r in rows if r["N"] == N])
+        for N in options.sizes
+    ]
+    path = save("normalize", rows, findings, options.quick)
 
-    figure, axis = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
-    for name in dict.fromkeys(row["name"] for row in rows):
-        line = [(row["N"], row["seconds"]) for row in rows if row["name"] == name and "seconds" in row]
-        axis.plot(*zip(*line, strict=True), marker="o", label=name)
+    picture = figure(6.4, 4.2)
+    axis = picture.subplots()
+    curves(axis, rows, "N", "seconds")
     where = environment()
     axis.set(xscale="log", yscale="log", xlabel="points", ylabel="seconds to normalise and apply 8 channels")
     axis.set_title(f"σ = {options.sigma}, equal marginal error, {where['threads']} threads", fontsize=10)
-    axis.grid(alpha=0.3, which="both")
-    axis.legend(frameon=False)
-    figure.savefig(RESULTS / "normalize.png", dpi=130)
+    picture.savefig(path.with_suffix(".png"), dpi=130)
 
     print("\n| points | qattn, s | pykeops, s | dense torch, s |\n|---|---|---|---|")
     for N in options.sizes:
@@ -113,7 +116,6 @@ def main():
             f"{took[n]:.2f} ({took[n] / took['qattn']:.0f}×)" if n in took else "–" for n in ("pykeops", "dense torch")
         ]
         print(f"| {N:,} | {took['qattn']:.3f} | {' | '.join(cells)} |")
-    print(f"\nwrote {path.relative_to(RESULTS.parent)} and results/normalize.png")
 
 
 if __name__ == "__main__":

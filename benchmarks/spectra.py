@@ -10,11 +10,11 @@ import argparse
 import json
 import math
 
-import matplotlib.pyplot as plt
 import numpy as np
-from _measure import RESULTS, environment, in_its_own_process, once, save
+from _measure import environment, finding, in_its_own_process, once, parsed, save
 
 import qattn
+from qattn.pictures import figure
 from qattn.shapes import sphere
 
 
@@ -74,7 +74,7 @@ def main():
     parser.add_argument("--pairs", type=int, nargs="+", default=[40, 64, 128])
     parser.add_argument("--limit", type=float, default=900.0, help="seconds that a candidate may take")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parsed(parser, sizes=[5000], pairs=[40])
     if options.one:
         name, n, k = options.one
         return one(name, int(n), int(k))
@@ -101,14 +101,19 @@ def main():
                 )
             lines.append(f"| {n:,} | {k} | {' | '.join(cells)} |")
             print(lines[-1], flush=True)
-    path = save("spectra", rows)
-    report(rows)
     print("\n" + "\n".join(lines))
-    print(f"\nwrote {path.relative_to(RESULTS.parent)} and results/spectra.png")
+    ours = "{seconds:.2f} s, {megabytes:.0f} MB, residual {residual:.0e}"
+    findings = [
+        finding(f"{k} eigenpairs of {n:,} points", ours, [r for r in rows if (r["N"], r["k"]) == (n, k)])
+        for n in options.sizes
+        for k in options.pairs
+    ]
+    plot(rows, save("spectra", rows, findings, options.quick).with_suffix(".png"))
 
 
-def report(rows):
-    figure, axis = plt.subplots(figsize=(6, 4), layout="constrained")
+def plot(rows, path):
+    picture = figure(6, 4)
+    axis = picture.subplots()
     for number, name in enumerate(dict.fromkeys(row["name"] for row in rows)):
         for k, style in zip(sorted({row["k"] for row in rows}), ("-", "--", ":"), strict=False):
             line = [(row["N"], row["seconds"]) for row in rows if (row["name"], row["k"]) == (name, k)]
@@ -117,7 +122,7 @@ def report(rows):
     axis.set_title(f"{environment()['threads']} threads", fontsize=10)
     axis.legend(frameon=False, fontsize=8)
     axis.grid(alpha=0.3, which="both")
-    figure.savefig(RESULTS / "spectra.png", dpi=130)
+    picture.savefig(path, dpi=130)
 
 
 if __name__ == "__main__":

@@ -7,10 +7,11 @@ solid ones Chebyshev's iteration, the default here.
 
 import argparse
 
-import matplotlib.pyplot as plt
 import torch
+from quick import parsed
 
 import qattn
+from qattn.pictures import figure
 from qattn.shapes import creature, creature_distance, creature_inside
 
 SIGMA = 0.05
@@ -55,14 +56,15 @@ def main():
     parser.add_argument("--points", type=int, default=5000)
     parser.add_argument("--sizes", type=int, nargs="+", default=[100, 300, 1000, 3000])
     parser.add_argument("--output", default="convergence.png")
-    options = parser.parse_args()
+    options = parsed(parser, points=500, sizes=[100, 200])
 
     panels = {
         "a shape": shapes(options.points),
         "Erdős–Rényi graphs, p = 0.2": random_graphs(options.sizes),
         "geometric graphs, r = 0.15": geometric_graphs(options.sizes),
     }
-    figure, axes = plt.subplots(1, 3, figsize=(14, 4), layout="constrained", sharey=True)
+    picture = figure(14, 4)
+    axes = picture.subplots(1, 3, sharey=True)
     print(f"{'':46} {'after one':>10} {'updates to 1e-3':>22}")
     print(f"{'':38} {'sites':>7} {'update':>10} {'averaging':>12} {'Chebyshev':>9}")
     for axis, (title, inputs) in zip(axes, panels.items(), strict=True):
@@ -79,7 +81,7 @@ def main():
         axis.set(title=title, xlabel="updates of the potential", ylim=(1e-5, 1))
         axis.legend(frameon=False)
     axes[0].set_ylabel("mean |Q1 − 1|")
-    figure.savefig(options.output, dpi=110)
+    picture.savefig(options.output, dpi=110)
     print(f"wrote {options.output}")
 
 

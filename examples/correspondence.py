@@ -22,7 +22,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
-from picture import seen
+from quick import parsed
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import dijkstra
 from scipy.spatial import cKDTree
@@ -32,6 +32,7 @@ from tqdm import trange
 import qattn
 from qattn.maps import fit_functional_map, functional_map, point_map, zoomout
 from qattn.nn import QDiffNet
+from qattn.pictures import seen
 from qattn.shapes import creature, posed
 from qattn.signatures import wave_kernel_signature
 
@@ -276,11 +277,8 @@ def main():
     parser.add_argument("--blocks", type=int, default=2)
     parser.add_argument("--weight", type=float, default=1.0, help="of the regularisation of functional maps")
     parser.add_argument("--chiral", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--quick", action="store_true", help="a tiny run, to see that all works")
     parser.add_argument("--output", default="correspondence.png")
-    options = parser.parse_args()
-    if options.quick:
-        options.points, options.k, options.train, options.test, options.steps = 300, 20, 4, 2, 10
+    options = parsed(parser, points=300, k=20, train=4, test=2, steps=10)
 
     start = time.perf_counter()
     if options.folder:

@@ -8,11 +8,11 @@ import argparse
 import resource
 import time
 
-import matplotlib.pyplot as plt
 import torch
-from picture import render
+from quick import parsed
 
 import qattn
+from qattn.pictures import figure, render, show
 from qattn.shapes import creature
 
 
@@ -21,7 +21,7 @@ def main():
     parser.add_argument("--points", type=int, default=1_000_000)
     parser.add_argument("--sigmas", type=float, nargs="+", default=[0.004, 0.01, 0.03, 0.1, 0.3])
     parser.add_argument("--output", default="million_points.png")
-    options = parser.parse_args()
+    options = parsed(parser, points=20_000, sigmas=[0.03, 0.3])
 
     print(f"Spreading {options.points:,} points over a creature ...", flush=True)
     points, normals = creature(options.points)
@@ -30,7 +30,8 @@ def main():
         qattn.diffusion(points[:1000], 0.3, method=method, signal=noise[:1000])
 
     print(f"{'sigma':>7} {'method':>8} {'passes':>7} {'|Q1 - 1|':>9} {'row error':>10} {'seconds':>8} {'peak MB':>8}")
-    figure, axes = plt.subplots(1, len(options.sigmas), figsize=(4 * len(options.sigmas), 3.6), layout="constrained")
+    picture = figure(4 * len(options.sigmas), 3.6)
+    axes = picture.subplots(1, len(options.sigmas), squeeze=False)[0]
     for axis, sigma in zip(axes, options.sigmas, strict=True):
         start = time.perf_counter()
         q = qattn.diffusion(points, sigma, signal=noise)
@@ -41,11 +42,10 @@ def main():
             f"{sigma:7g} {q.kernel.method:>8} {'{:7d} {:9.1e} {:10.1e} {:8.2f} {:8.0f}'.format(*figures)}", flush=True
         )
         smooth = q.applied - q.applied.mean(0)
-        axis.imshow(render(points, normals, 0.5 + smooth / (5 * smooth.std(0))))
-        axis.set_title(f"σ = {sigma:g}   {q.kernel.method}, {took:.1f} s", fontsize=13)
-        axis.axis("off")
+        image = render(points, normals, 0.5 + smooth / (5 * smooth.std(0)))
+        show(axis, image, f"σ = {sigma:g}   {q.kernel.method}, {took:.1f} s")
     print(f"\n{q.kernel}")
-    figure.savefig(options.output, dpi=90)
+    picture.savefig(options.output, dpi=90)
     print(f"wrote {options.output}")
 
 

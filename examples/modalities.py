@@ -6,14 +6,14 @@ the time at which it has spread as far as on the cloud.
 
 import argparse
 
-import matplotlib.pyplot as plt
 import torch
 from matplotlib.collections import LineCollection
-from picture import light, seen
+from quick import parsed
 from scipy.spatial import cKDTree
 from sklearn.mixture import GaussianMixture
 
 import qattn
+from qattn.pictures import figure, heat, light, scatter, seen
 from qattn.shapes import creature, creature_distance
 
 NOSE = torch.tensor([1.02, 0.35, 0.0])
@@ -74,34 +74,20 @@ def diffused(kernel, mass, points, goal=None, steps=None):
     return q, mass, density, done
 
 
-def colours(density):
-    level = (torch.log10(density / density.max() + 1e-9) / 3 + 1).clamp(0, 1)[:, None]  # three decades
-    heat = torch.from_numpy(plt.colormaps["YlOrRd"](0.15 + 0.85 * level[:, 0].numpy())[:, :3]).float()
-    return (1 - level.sqrt()) * torch.tensor([0.80, 0.82, 0.86]) + level.sqrt() * heat
-
-
-def scatter(axis, points, normals, colour, size, marker="o"):
-    view, facing = seen(points, normals)
-    front = facing[:, 2] > -0.2
-    order = torch.argsort(view[:, 2][front])
-    shaded = (colour * light(facing)).clamp(0, 1)
-    axis.scatter(*view[front][order, :2].T, c=shaded[front][order], s=size, marker=marker, linewidths=0)
-
-
 def draw_mixture(axis, kernel, density):
     """Points drawn from each component, in its colour."""
     covariances = kernel.tensors[1].float()
     draws = torch.randn(len(density), 150, 3, generator=torch.Generator().manual_seed(0))
     points = kernel.means.float()[:, None] + draws @ torch.linalg.cholesky(covariances).mT
-    points, colour = points.reshape(-1, 3), colours(density).repeat_interleave(150, 0)
-    scatter(axis, points, normals_at(points), colour, 5)
+    points, colour = points.reshape(-1, 3), heat(density).repeat_interleave(150, 0)
+    scatter(axis, *seen(points, normals_at(points)), colour, 5)
 
 
 def draw_graph(axis, points, pairs, density):
     view, facing = seen(points, normals_at(points))
     first, second = pairs[:, (pairs[0] < pairs[1]) & (facing[pairs[0], 2] > -0.2)]
     first, second = (ends[torch.argsort(view[first, 2])] for ends in (first, second))
-    shaded = (colours(density) * light(facing)).clamp(0, 1)
+    shaded = (heat(density) * light(facing)).clamp(0, 1)
     lines = torch.stack([view[first, :2], view[second, :2]], dim=1)
     axis.add_collection(LineCollection(lines.numpy(), colors=0.5 * (shaded[first] + shaded[second]).numpy(), lw=1.2))
     axis.autoscale()
@@ -116,7 +102,7 @@ def main():
     parser.add_argument("--sigma", type=float, default=0.06)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--output", default="modalities.png")
-    options = parser.parse_args()
+    options = parsed(parser, points=1000, components=20, spacing=0.06, vertices=500, sigma=0.1, steps=10)
 
     *a_graph, pairs = graph(options.vertices)
     inputs = {
@@ -125,10 +111,10 @@ def main():
         "voxels": voxels(options.spacing, options.sigma),
         "vertices": a_graph,
     }
-    figure, axes = plt.subplots(1, 4, figsize=(17, 4), layout="constrained")
+    picture = figure(17, 4)
     print(f"{'':10} {'sites':>7} {'passes':>7} {'|Q1 - 1|':>9} {'steps':>6} {'mass':>9} {'smallest':>9} {'spread':>7}")
     goal = None
-    for axis, (name, (kernel, mass, points)) in zip(axes, inputs.items(), strict=True):
+    for axis, (name, (kernel, mass, points)) in zip(picture.subplots(1, 4), inputs.items(), strict=True):
         q, mass, density, steps = diffused(kernel, mass, points, goal, options.steps if goal is None else None)
         far = spread(points, mass, density)
         goal = goal or far
@@ -144,11 +130,11 @@ def main():
             draw_graph(axis, points, pairs, density)
         else:
             size, marker = (10, "o") if name == "points" else (22, "s")
-            scatter(axis, points, normals_at(points), colours(density), size, marker)
+            scatter(axis, *seen(points, normals_at(points)), heat(density), size, marker)
         axis.set_title(f"{len(points):,} {name}", fontsize=15)
         axis.set_aspect("equal")
         axis.axis("off")
-    figure.savefig(options.output, dpi=100)
+    picture.savefig(options.output, dpi=100)
     print(f"wrote {options.output}")
 
 

@@ -14,13 +14,14 @@ from typing import NamedTuple
 
 import matplotlib.pyplot as plt
 import torch
-from picture import light, seen
+from quick import parsed
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize, scaled_dot_product_attention
 from tqdm import tqdm
 
 import qattn
 from qattn.nn import QBlock, QDiffNet
+from qattn.pictures import light, seen
 from qattn.shapes import CREATURE_PARTS, creature, creature_parts, posed
 
 K = len(CREATURE_PARTS)
@@ -137,7 +138,7 @@ def networks():
     torch.manual_seed(0)
     bandwidths = {"sigma": SIGMA, "learn_sigma": False}  # on a CPU, learning them makes a step three times as long
     return {
-        "QDiffNet": QDiffNet(3, K, num_scales=8, features=7, num_blocks=3, **bandwidths),
+        "QDiffNet": QDiffNet(3, K, num_scales=8, num_blocks=3, hidden_layers=1, **bandwidths),
         "QBlock": QBlocks(48, (QBlock(48, 8, mlp_ratio=3, **bandwidths) for _ in range(3))),
         "PointNet": PointNet(),
         "softmax": Blocks(40, (SoftmaxBlock(40, 4) for _ in range(3))),
@@ -190,11 +191,8 @@ def main():
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--batch", type=int, default=2, help="animals a step")
     parser.add_argument("--animals", type=int, default=10, help="to test on, of each sampling")
-    parser.add_argument("--quick", action="store_true", help="a few steps on few points, to see that all runs")
     parser.add_argument("--output", default="segment.png")
-    options = parser.parse_args()
-    if options.quick:
-        options.points, options.steps, options.animals = 200, 5, 2
+    options = parsed(parser, points=200, steps=5, animals=2)
 
     trained, n = networks(), options.points
     steps = {name: train(network, RATES[name], options.steps) for name, network in trained.items()}

@@ -15,18 +15,18 @@ import argparse
 import time
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from fem import eigenpairs, load, tetrahedralise
 from matplotlib.collections import PolyCollection
-from picture import light, seen
+from quick import parsed
 from scipy.optimize import brentq
 from scipy.spatial import cKDTree
 from scipy.special import ive, spherical_jn
 from sklearn.mixture import GaussianMixture
 
 import qattn
+from qattn.pictures import figure, light, scatter, seen, signed
 from qattn.sampling import in_volume, on_surface, voxelize_solid, voxelize_surface
 
 DIMS = {"surface": 2, "volume": 3}
@@ -150,22 +150,19 @@ def draw(axis, mesh, kernel, sites, vector):
     else:
         normals = normals[torch.from_numpy(cKDTree(vertices).query(sites)[1])]
     view, facing = seen(sites, normals)
-    order = torch.argsort(view[:, 2])
-    order = order[facing[order, 2] > -0.3]  # the nearest last
-    level = (0.5 + 0.5 * vector / torch.quantile(vector.abs(), 0.99)).clamp(0, 1)
-    colour = (torch.from_numpy(plt.colormaps["RdBu_r"](level.numpy())[:, :3]).float() * light(facing)).clamp(0, 1)
     if kernel is None:
+        order = torch.argsort(view[:, 2])  # the nearest last
         corners = seen(vertices, vertices)[0][:, :2][faces[order]]
+        colours = (signed(vector) * light(facing)).clamp(0, 1)[order]
         axis.add_collection(
-            PolyCollection(corners.numpy(), facecolors=colour[order].numpy(), edgecolors="face", linewidths=0.3)
+            PolyCollection(corners.numpy(), facecolors=colours.numpy(), edgecolors="face", linewidths=0.3)
         )
         axis.autoscale()
+        axis.set_aspect("equal")
+        axis.axis("off")
     else:
         kinds = {qattn.GaussianKernel: (20, "o"), qattn.MixtureKernel: (5, "o"), qattn.VoxelKernel: (48, "s")}
-        size, marker = kinds[type(kernel)]
-        axis.scatter(*view[order, :2].T, c=colour[order], s=size, marker=marker, linewidths=0)
-    axis.set_aspect("equal")
-    axis.axis("off")
+        scatter(axis, view, facing, signed(vector), *kinds[type(kernel)])
 
 
 def main():
@@ -181,10 +178,11 @@ def main():
     parser.add_argument("--k", type=int, default=40)
     parser.add_argument("--vector", type=int, default=10, help="which eigenvector is shown, counted from 1")
     parser.add_argument("--output", default="spectra.png")
-    options = parser.parse_args()
+    options = parsed(parser, shape=["sphere"], points=500, components=20, samples=500, spacing=0.1, sigma=0.1, k=12)
 
     rows = 2 + -(-2 * (len(options.shape) - 1) // 5)
-    figure, axes = plt.subplots(rows, 5, figsize=(18, 3.5 * rows), layout="constrained")
+    picture = figure(18, 3.5 * rows)
+    axes = picture.subplots(rows, 5)
     free = iter([*axes[:2, 4], *axes[2:].flat])
     for shape in options.shape:
         mesh = load(shape)
@@ -201,7 +199,7 @@ def main():
                     axis.set_title(title)
     for axis in free:
         axis.axis("off")
-    figure.savefig(options.output, dpi=90)
+    picture.savefig(options.output, dpi=90)
     print(f"\nwrote {options.output}")
 
 

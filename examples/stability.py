@@ -9,11 +9,13 @@ energy is Σ C_ii² / 40, and that of a band Σ_{|i−j| ≤ 3} C_ij² / 40; bot
 import argparse
 import time
 
-import matplotlib.pyplot as plt
 import torch
 from fem import load
+from matplotlib import colormaps
+from quick import parsed
 
 import qattn
+from qattn.pictures import figure
 
 SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -35,13 +37,12 @@ def main():
     parser.add_argument("--k", type=int, default=40)
     parser.add_argument("--seeds", type=int, default=3, help="how often points are removed at random")
     parser.add_argument("--output", default="stability.png")
-    options = parser.parse_args()
+    options = parsed(parser, shape="sphere", points=500, sigma=0.1, density=0.1, k=12, seeds=1)
 
     points = torch.from_numpy(qattn.sampling.on_surface(load(options.shape), options.points)[0])
     start = time.perf_counter()
-    figure, (left, *maps) = plt.subplots(
-        1, 1 + len(FACTORS), figsize=(20, 3.6), layout="constrained", width_ratios=[1.6] + [1] * len(FACTORS)
-    )
+    picture = figure(20, 3.6)
+    left, *maps = picture.subplots(1, 1 + len(FACTORS), width_ratios=[1.6] + [1] * len(FACTORS))
 
     def eigenvalues(points):
         mass = qattn.mass.density(points, options.density)
@@ -57,8 +58,9 @@ def main():
         size, last = deviation.abs(), deviation[:, -1].mean()
         median, most = size.median(1).values.mean(), size.amax(1).mean()
         print(f"{share:9.0%} {len(clouds[0]):7,} {median:8.2%} {most:8.2%} {last:+8.2%}", flush=True)
-        colour = plt.colormaps["viridis"](share)
-        left.plot(range(2, options.k + 1), 100 * size.mean(0), color=colour, label=f"{share:.0%}")
+        left.plot(
+            range(2, options.k + 1), 100 * size.mean(0).numpy(), color=colormaps["viridis"](share), label=f"{share:.0%}"
+        )
     left.set(title="one half thinned", xlabel="eigenvalue", ylabel="deviation in %")
     left.legend(frameon=False, ncols=3, fontsize=8)
 
@@ -78,9 +80,9 @@ def main():
         energy = C.square() / options.k
         diagonal, band = energy.diagonal().sum(), energy[near].sum()
         print(f"{factor:9g} {diagonal:9.3f} {band:7.3f} {energy.sum():7.3f}", flush=True)
-        axis.imshow(C.abs(), cmap="magma", vmin=0, vmax=1)
+        axis.imshow(C.abs().numpy(), cmap="magma", vmin=0, vmax=1)
         axis.set(title=f"α = {factor:g}\ndiagonal {diagonal:.2f}, band {band:.2f}", xticks=[], yticks=[])
-    figure.savefig(options.output, dpi=90)
+    picture.savefig(options.output, dpi=90)
     print(f"\n{time.perf_counter() - start:.0f} s; wrote {options.output}")
 
 

@@ -199,6 +199,8 @@ def test_mass_of_meshes_is_area_and_of_clouds_one_over_density():
         ("spectrum in.ply -o out.ply", "out.ply should end in .npz"),
         ("spectrum in.ply -o out.npz --plot out.gif", "out.gif should end in .png"),
         ("mass mask.npy -o out.ply", "mask.npy holds a grid"),
+        ("demo -o out.gif", "out.gif should end in .png"),
+        ("demo --points 10", "`--points` should be an integer of at least 1000"),
     ],
 )
 def test_what_is_wrong_takes_one_line_and_exit_code_2(tmp_path, command, message):
@@ -229,3 +231,10 @@ def test_warnings_take_one_line_each(monkeypatch):
 def test_every_command_explains_itself():
     for command in ("info", "diffuse", "spectrum", "mass"):
         assert "FILE" in run(command, "--help")
+
+
+def test_demo_prints_figures_and_draws(tmp_path):
+    text = run("demo", "--points", 3000, "-o", "out.png")
+    assert (tmp_path / "out.png").read_bytes()[:4] == b"\x89PNG"
+    for fact in ("points", "error", "3,000", "16 modes", "out.png: written"):
+        assert fact in text

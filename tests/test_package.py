@@ -19,7 +19,7 @@ ROOT = Path(qattn.__file__).parent
 LAYERS = [
     "_eager", "_compiled", "_progress", "_kd", "pullback", "tiling", "attended", "lift", "ranks", "_checks", "_scipy",
     "attention", "kernels", "distributed", "solver", "operators", "spectral", "signatures", "maps", "axioms", "mass",
-    "ragged", "nn", "shapes", "sampling", "sklearn", "doctor", "io", "cli", "__main__",
+    "ragged", "nn", "shapes", "sampling", "sklearn", "doctor", "io", "pictures", "cli", "__main__",
 ]  # fmt: skip
 
 

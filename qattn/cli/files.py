@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+import torch
 import typer
 from numpy.typing import NDArray
 from rich.console import Console
 
 from qattn import _checks, io
-from qattn.cli.pictures import draw_modes
 from qattn.cli.sigma import bandwidth, spacing
 from qattn.cli.speaking import one_sentence
 from qattn.io import Cloud, Grid
@@ -18,6 +18,7 @@ from qattn.io.writing import can_write
 from qattn.kernels import MixtureKernel
 from qattn.mass import density, vertex_areas
 from qattn.operators import diffusion
+from qattn.pictures import draw_modes
 from qattn.spectral import eigsh, laplacian_eigenvalues
 
 __all__ = ["diffuse", "info", "mass", "spectrum"]
@@ -124,7 +125,7 @@ def spectrum(
             np.savez(target, **arrays)
         if plot is not None:
             with io.replacing(plot) as picture:
-                draw_modes(picture, arrays["points"], arrays["vectors"], arrays["frequencies"])
+                draw_modes(picture, *(torch.from_numpy(arrays[n]) for n in ("points", "vectors", "frequencies")))
         first, last, worst = float(found.values[0]), float(found.values[-1]), float(found.residuals.max())
         typer.echo(
             f"{out}: {k} eigenpairs of {len(arrays['points']):,} points with σ = {length:.4g}, "

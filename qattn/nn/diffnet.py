@@ -45,6 +45,7 @@ class QDiffNet(
         chiral: Whether the volumes of three gradients in space are taken too, which tell left from right. Without them,
             and without inputs that can, the network sees mirror images as the same. With "attention" only.
         output: "points" for outputs at the points, "mean" for one of each cloud, averaged by mass.
+        hidden_layers: Those of the MLP of each block; two, as in DiffusionNet, or fewer, which learn faster.
         dropout: The share of channels that are dropped within the MLPs.
         recompute: Whether the blocks are computed again in the backward pass, which saves memory.
         **diffusion: Further arguments of `QDiffusion`.
@@ -69,6 +70,7 @@ class QDiffNet(
         gradient: str = "attention",
         chiral: bool = False,
         output: str = "points",
+        hidden_layers: int = 2,
         dropout: float = 0.0,
         recompute: bool = False,
         **diffusion: Any,
@@ -87,6 +89,7 @@ class QDiffNet(
                 width,
                 gradient,
                 chiral,
+                _checks.integer("hidden_layers", hidden_layers, 0),
                 dropout,
             )
             for _ in range(_checks.integer("num_blocks", num_blocks, 1))
@@ -122,18 +125,17 @@ class QDiffNet(
 class _Block(nn.Module):
     """x + mlp(x, diffused x, products of its gradients)."""
 
-    def __init__(self, diffusion: QDiffusion, width: int, gradient: str, chiral: bool, dropout: float) -> None:
+    def __init__(
+        self, diffusion: QDiffusion, width: int, gradient: str, chiral: bool, hidden_layers: int, dropout: float
+    ) -> None:
         super().__init__()
         self.diffusion, self._gradient = diffusion, gradient
         self.mix = None if gradient == "none" else nn.Linear(width, width, bias=False)
         self.turn = nn.Linear(width, width, bias=False) if gradient == "tangent" else None
         self.handed = nn.Linear(width, 2 * width, bias=False) if chiral else None
-        inputs = (2 if gradient == "none" else 3) * width
-        self.mlp = nn.Sequential(
-            *(nn.Linear(inputs, width), nn.ReLU(), nn.Dropout(dropout)),
-            *(nn.Linear(width, width), nn.ReLU(), nn.Dropout(dropout)),
-            nn.Linear(width, width),
-        )
+        widths = [(2 if gradient == "none" else 3) * width] + hidden_layers * [width]
+        hidden = [(nn.Linear(w, width), nn.ReLU(), nn.Dropout(dropout)) for w in widths[:-1]]
+        self.mlp = nn.Sequential(*(layer for layers in hidden for layer in layers), nn.Linear(widths[-1], width))
 
     def forward(
         self, x: Tensor, points: Tensor, mass: Tensor, near: Diffusion | None, gradients: Gradients | None

@@ -1,0 +1,52 @@
+"""What the pages show runs: the blocks of Python of each, one after the other, and the commands, on files as named."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import trimesh
+from test_io import WHOLE
+from typer.testing import CliRunner
+
+import qattn
+from qattn.cli import app
+
+ROOT = Path(qattn.__file__).parent.parent
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+WITH_PYTHON = [page for page in PAGES if "```python\n" in page.read_text()]
+
+pytestmark = pytest.mark.usefixtures("_one_thread")
+
+
+@pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda page: page.stem)
+def test_python_blocks_of_a_page_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+        exec(compile(block, page.name, "exec"), names)
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "files.md"], ids=lambda page: page.stem)
+def test_commands_of_a_page_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trimesh.creation.icosphere(3).export("bunny.obj")
+    (tmp_path / "scan.laz").write_bytes(WHOLE["scan.laz"])
+    lines = [
+        shlex.split(line, comments=True) for line in re.findall(r"^\$ qattn (.*)$", page.read_text(), re.MULTILINE)
+    ]
+    lines = [line for line in lines if line[0] not in ("doctor", "demo")]  # which have tests of their own, in small
+    assert len(lines) >= 5
+    for line in lines:
+        result = CliRunner().invoke(app, line)
+        assert result.exit_code == 0, result.output
+        assert all((tmp_path / word).exists() for word in line if word.endswith((".ply", ".npz", ".png")))
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.stem)
+def test_what_a_page_names_exists(page):
+    text = page.read_text()
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"(?:`|^)make ([a-z]+)", text, re.MULTILINE)) <= targets
+    for script in re.findall(r"python ((?:examples|benchmarks)/\w+\.py)", text):
+        assert (ROOT / script).exists()

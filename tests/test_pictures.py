@@ -1,0 +1,42 @@
+"""Pictures show the points that are in front, in colours that mean something, with any signal."""
+
+import sys
+
+import pytest
+import torch
+
+from qattn import pictures, shapes
+
+
+def test_what_is_in_front_is_seen():
+    view = torch.tensor([[0.0, 0.0, 0.0], [1.0, 1.0, 0.0], [0.55, 0.55, 0.5], [0.55, 0.55, -0.5]])
+    camera = pictures.seen(torch.eye(3), torch.eye(3))[0]
+    normals = torch.tensor([0.0, 0.0, 1.0]).expand(4, 3)
+    colours = torch.eye(3)[[0, 0, 1, 2]]
+    image = pictures.render(view @ camera.T, normals @ camera.T, colours, width=12)
+    found = {tuple((colour > 0.1).int().tolist()) for colour in image.reshape(-1, 3)}
+    assert found == {(1, 1, 1), (1, 0, 0), (0, 1, 0)}  # the background, two corners, and the nearer of the others
+
+
+def test_colours_are_colours_whatever_the_signal():
+    for values in (torch.randn(500), torch.zeros(500), torch.ones(1)):
+        assert ((pictures.signed(values) >= 0) & (pictures.signed(values) <= 1)).all()
+    density = torch.linspace(-1e-3, 1, 500)  # FFTs leave a little less than nothing
+    assert ((pictures.heat(density) >= 0) & (pictures.heat(density) <= 1)).all()
+    red, blue = pictures.signed(torch.tensor([1.0, -1.0]))
+    assert red[0] > 2 * red[2]
+    assert blue[2] > 2 * blue[0]
+
+
+def test_normals_of_a_sphere_are_found():
+    points = shapes.sphere(5000)
+    normals = pictures.towards_the_eye(points)
+    front = points[:, 2] > 0.2
+    assert (normals[front] * points[front]).sum(-1).median() > 0.99
+    assert (normals[:, 2] >= 0).all()
+
+
+def test_without_matplotlib_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ModuleNotFoundError, match="Pictures need matplotlib"):
+        pictures.figure(1, 1)
