@@ -10,7 +10,6 @@ Then a model on paper of a billion points on 64 GPUs, with its assumptions.
 """
 
 import argparse
-import ctypes
 import math
 import os
 import socket
@@ -57,7 +56,6 @@ def one(rank, size, port, most, path):
             del points
             some = mine[:: max(1, len(mine) // 1000)]  # imports and compiles everything
             qattn.diffusion(ShardedGaussian(some, 0.3, method=method), signal=some)
-            ctypes.CDLL("libc.so.6").malloc_trim(0)  # or what comes next would take what is free already
             signal = torch.randn(len(mine), CHANNELS)
             q, _, megabytes = once(
                 lambda x=mine, s=signal, b=bandwidth, m=method: qattn.diffusion(

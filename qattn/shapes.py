@@ -120,6 +120,7 @@ def posed(points: Tensor, seed: int, *, bend: float = 0.5, stretch: float = 0.0)
     return (weights[..., None] * moved).sum(0)
 
 
+@torch.enable_grad()  # normals are gradients, also where none are asked for
 def creature(n: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     """n points spread evenly over the surface of a four-legged creature of length 2, and their normals."""
     n, generator = _checks.integer("n", n, 1), torch.Generator().manual_seed(seed)

@@ -101,6 +101,15 @@ def test_wrong_input():
         shapes.cube_tetrahedra(0)
 
 
+def test_the_creature_without_gradients():
+    with torch.no_grad():
+        points, normals = shapes.creature(500)
+    expected = shapes.creature(500)
+    assert torch.equal(points, expected[0])
+    assert torch.equal(normals, expected[1])
+    assert not normals.requires_grad
+
+
 def test_parts_of_the_creature():
     points, _ = shapes.creature(2000)
     parts = shapes.creature_parts(points)
