@@ -10,7 +10,7 @@ from qattn.attended import Attended
 from qattn.attention.inputs import Inputs
 from qattn.lift import centre
 
-__all__ = ["Backend", "Engine"]
+__all__ = ["Backend", "Engine", "Moments"]
 
 
 class Engine(ABC):
@@ -23,14 +23,6 @@ class Engine(ABC):
     @abstractmethod
     def attend(self, inputs: Inputs) -> Attended:
         """out (B, N, C) in the dtype of the values, or None, and lse (B, N); the reasons are known to be empty."""
-
-    def takes_moments(self, inputs: Inputs) -> bool:
-        """Whether it has an `attend_with_moments` for such inputs."""
-        return False
-
-    def attend_with_moments(self, inputs: Inputs) -> tuple[Attended, Tensor]:
-        """As `attend`, and the averages of values times ‖q − k‖² from the same pass, (B, N, C)."""
-        raise NotImplementedError
 
     @property
     def exchanged(self) -> "Engine":
@@ -45,6 +37,18 @@ class Engine(ABC):
     def centred(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys about an origin near them, the same for all that attend to one another."""
         return centre(query, key)
+
+
+class Moments(ABC):
+    """What an engine has that can average values times ‖q − k‖² in the pass in which it averages values."""
+
+    @abstractmethod
+    def takes_moments(self, inputs: Inputs) -> bool:
+        """Whether it can for such inputs."""
+
+    @abstractmethod
+    def attend_with_moments(self, inputs: Inputs) -> tuple[Attended, Tensor]:
+        """As `Engine.attend` with values, and the averages of values times ‖q − k‖², (B, N, C)."""
 
 
 class Backend(Engine):

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from qattn.attended import Attended
-from qattn.attention.backend import Engine
+from qattn.attention.backend import Engine, Moments
 from qattn.attention.dispatch import select
 from qattn.attention.inputs import Inputs
 from qattn.attention.score import gaussian
@@ -39,7 +39,7 @@ def attend_differentiably(inputs: Inputs, engine: Engine) -> Attended:
             return engine.attend(inputs)
         if inputs.log_sigma is None:
             return Attended(*_Attend.apply(inputs.query, inputs.key, inputs.value, inputs.bias, inputs.tol, engine))
-        if engine.takes_moments(inputs):
+        if isinstance(engine, Moments) and engine.takes_moments(inputs):
             tensors = inputs.log_sigma, inputs.query, inputs.key, inputs.value, inputs.bias
             return Attended(*_AttendByBandwidth.apply(*tensors, inputs.tol, engine)[:2])
         return attend_differentiably(_by_points(inputs), engine)
@@ -143,6 +143,7 @@ class _AttendByBandwidth(torch.autograd.Function):
         ones = key.new_ones(*key.shape[:2], 1, dtype=dtype)
         values = ones if value is None else torch.cat([value, ones], dim=-1)
         inputs = Inputs(query, key, values, bias, gaussian, tol, query.shape[:1])
+        assert isinstance(engine, Moments)
         (out, lse), moments = engine.attend_with_moments(inputs)
         assert out is not None
         return None if value is None else out[..., :-1], lse, moments

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from qattn._compiled import share
 from qattn.attended import Attended
-from qattn.attention.backend import Backend
+from qattn.attention.backend import Backend, Moments
 from qattn.attention.inputs import Inputs
 from qattn.lift import centre
 from qattn.tiling import FACTOR, TILE, Tiling
@@ -27,7 +27,7 @@ _CHUNKS = 16  # for each thread, where the number of pairs is not known
 LOWEST = {32: -100.0, 64: -960.0}  # weights below 2 to this, by the bits of their dtype, count as 0
 
 
-class Native(Backend):
+class Native(Backend, Moments):
     """Tiles of queries against tiles of keys."""
 
     name: ClassVar[str] = "native"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qattn.attended import Attended
-from qattn.attention.backend import Engine
+from qattn.attention.backend import Engine, Moments
 from qattn.attention.flex import BlockLists, attend_blocks
 from qattn.attention.inputs import Inputs
 from qattn.attention.native import attend_tilings, attend_tilings_with_moments, cutoff, in_base_2
@@ -35,7 +35,7 @@ class SortedCloud:
         return self._tilings[dtype]
 
 
-class Tiles(Engine):
+class Tiles(Engine, Moments):
     """Attention from one sorted cloud to another, or to itself.
 
     Args:
