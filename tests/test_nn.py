@@ -158,6 +158,16 @@ def test_extreme_bandwidths(low):
     assert layer.log_sigma.grad.isfinite().all()
 
 
+def test_bandwidths_that_are_not_learned():
+    """They have no gradient, and are saved all the same."""
+    layer = QDiffusion(2, sigma=(0.1, 0.4), learn_sigma=False)
+    signal = torch.randn(2, 50, 3, requires_grad=True)
+    layer(signal, torch.rand(50, 3)).square().sum().backward()
+    assert layer.log_sigma.grad is None
+    assert signal.grad.abs().amax() > 0
+    assert list(layer.state_dict()) == ["log_sigma"]
+
+
 # Attention.
 
 
@@ -469,6 +479,14 @@ def test_a_network_with_tangent_gradients():
     torch.testing.assert_close(got[120:], network(other, other, gradients=pairs))
     got.square().sum().backward()
     assert all(parameter.grad.abs().amax() > 0 for parameter in network.parameters())
+
+
+@pytest.mark.parametrize("hidden", [0, 1, 2])
+def test_hidden_layers(hidden):
+    network = QDiffNet(3, 4, hidden_layers=hidden, **SMALL)
+    widths = [layer.in_features for layer in network.blocks[0].mlp if isinstance(layer, torch.nn.Linear)]
+    assert widths == [24] + hidden * [8]
+    assert network(torch.rand(20, 3), torch.rand(20, 3)).shape == (20, 4)
 
 
 # Left and right.
