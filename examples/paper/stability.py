@@ -10,9 +10,9 @@ import argparse
 import time
 
 import torch
+from claims import parsed
 from fem import load
 from matplotlib import colormaps
-from quick import parsed
 
 import qattn
 from qattn.pictures import figure

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from claims import parsed
 from fem import eigenpairs, load, tetrahedralise
 from matplotlib.collections import PolyCollection
-from quick import parsed
 from scipy.optimize import brentq
 from scipy.spatial import cKDTree
 from scipy.special import ive, spherical_jn

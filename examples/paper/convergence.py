@@ -8,7 +8,7 @@ solid ones Chebyshev's iteration, the default here.
 import argparse
 
 import torch
-from quick import parsed
+from claims import parsed
 
 import qattn
 from qattn.pictures import figure
