@@ -3,7 +3,7 @@
 from importlib import import_module
 from types import ModuleType
 
-from qattn import distributed, io, maps, mass, ragged, sampling, shapes, signatures
+from qattn import distributed, flows, io, maps, mass, ragged, sampling, shapes, signatures
 from qattn.attended import Attended, merge
 from qattn.attention import attend, gaussian
 from qattn.axioms import AxiomReport, check_axioms
@@ -55,6 +55,7 @@ __all__ = [
     "diffusion",
     "distributed",
     "eigsh",
+    "flows",
     "gaussian",
     "io",
     "laplacian_eigenvalues",

@@ -26,13 +26,11 @@ from torch import Tensor
 
 from qattn import _checks
 from qattn._eager import eager
+from qattn._nearest import nearest
 from qattn._progress import Progress
 from qattn.spectral import Spectrum
 
 __all__ = ["fit_functional_map", "functional_map", "point_map", "zoomout"]
-
-_TREE_AXES = 20  # above, trees visit most of their leaves unless the map is nearly exact, and products are faster
-_AT_ONCE = 2**22  # distances that are held at once, but at least 16 rows of them
 
 
 def functional_map(source: Spectrum, target: Spectrum, index: Any) -> Tensor:
@@ -133,19 +131,7 @@ def point_map(source: Spectrum, target: Spectrum, C: Any) -> Tensor:
     k_t, k_s = C.shape
     # In float64, because neighbours are closer than the rounding of their squares in float32.
     placed = source.vectors.detach()[:, :k_s].double() @ C.detach().double().T  # (N_source, k_t)
-    return _nearest(target.vectors.detach()[:, :k_t].double(), placed)
-
-
-def _nearest(queries: Tensor, points: Tensor) -> Tensor:
-    """The nearest of points (N, d) to each of queries (M, d): numbers (M,)."""
-    if points.shape[1] <= _TREE_AXES and points.device.type == "cpu":
-        from scipy.spatial import cKDTree  # here, because SciPy is slow to import
-
-        _, index = cKDTree(points.numpy()).query(queries.numpy(), workers=torch.get_num_threads())
-        return torch.from_numpy(index).long()
-    half = points.square().sum(1) / 2
-    chunks = queries.split(max(16, _AT_ONCE // len(points)))
-    return torch.cat([torch.addmm(half, some, points.T, alpha=-1).argmin(1) for some in chunks])
+    return nearest(target.vectors.detach()[:, :k_t].double(), placed)
 
 
 @eager

@@ -6,7 +6,7 @@ import torch
 from cases import dense_spectrum
 from test_progress import terminal_of
 
-from qattn import _progress, maps, shapes
+from qattn import _nearest, _progress, shapes
 from qattn.maps import fit_functional_map, functional_map, point_map, zoomout
 from qattn.signatures import heat_kernel_signature
 from qattn.spectral import Spectrum
@@ -92,7 +92,7 @@ def test_a_point_map_returns_from_its_functional_map():
 
 @pytest.mark.parametrize("k", [5, 20, 21, 40])
 def test_nearest_neighbours_are_exact(k, monkeypatch):
-    monkeypatch.setattr(maps, "_AT_ONCE", 1000)  # several chunks
+    monkeypatch.setattr(_nearest, "_AT_ONCE", 1000)  # several chunks
     source, target = random_spectrum(90, 40), random_spectrum(70, k)
     C = torch.randn(k, 40).double()
     expected = torch.cdist(target.vectors, source.vectors @ C.T, compute_mode="donot_use_mm_for_euclid_dist").argmin(1)

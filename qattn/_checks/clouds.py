@@ -16,7 +16,10 @@ __all__ = [
     "one_cloud",
     "points",
     "same_dimension",
+    "shares",
     "simplices",
+    "smoothing",
+    "two_clouds",
 ]
 
 
@@ -45,6 +48,46 @@ def one_cloud(numbers: Any, dims: int, least: int) -> Tensor:
             f"`points` should have shape (N, {dims}), one cloud of {least} or more; got {shape_of(tensor)}."
         )
     return tensor
+
+
+def two_clouds(source: Any, target: Any) -> tuple[Tensor, Tensor]:
+    """Positions (*batch, N, d) and (*batch, M, d) of points in the same space, with a common batch and dtype."""
+    x, y = points("source", source), points("target", target)
+    if y.shape[-1] != x.shape[-1]:
+        raise ValueError(
+            f"`target` should have as many coordinates as `source` {shape_of(x)}: shape (*batch, M, {x.shape[-1]}); "
+            f"got {shape_of(y)}."
+        )
+    if y.device != x.device:
+        raise ValueError(
+            f"`target` should be on the device of `source`, {x.device}; got {y.device}. "
+            "Move it with `target.to(source.device)`."
+        )
+    try:
+        batch = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
+    except RuntimeError:
+        raise ValueError(
+            f"The batch axes should broadcast to one shape; got `source` {shape_of(x)}, `target` {shape_of(y)}."
+        ) from None
+    dtype = torch.promote_types(torch.promote_types(x.dtype, y.dtype), torch.float32)
+    return x.to(dtype).expand(*batch, -1, -1), y.to(dtype).expand(*batch, -1, -1)
+
+
+def shares(name: str, numbers: Any, cloud: Tensor) -> Tensor:
+    """Masses (*batch, N) ≥ 0 of points (*batch, N, d), divided by their sums; 1/N each by default."""
+    shape, N = cloud.shape[:-1], cloud.shape[-2]
+    if numbers is None:
+        return cloud.new_full(shape, 1 / N)
+    tensor = floating(name, numbers).to(cloud.device, cloud.dtype)
+    if tensor.shape not in (shape, shape[-1:]):
+        raise ValueError(
+            f"`{name}` should have shape {tuple(shape)}, one mass a point; got {shape_of(tensor)}. "
+            "Leave it out for equal masses."
+        )
+    finite(name, tensor, "Points without mass get 0.")
+    if (tensor < 0).any() or (tensor.sum(-1) == 0).any():
+        raise ValueError(f"`{name}` should be 0 or more, with a positive sum in each cloud.")
+    return (tensor / tensor.sum(-1, keepdim=True)).expand(shape)
 
 
 def counts_of_clouds(packed: Tensor, offset: Tensor | None, batch: Tensor | None) -> Tensor:
@@ -98,6 +141,14 @@ def one_bandwidth(sigma: Any, dtype: torch.dtype, device: torch.device) -> Tenso
         )
     positive("`sigma`", float(tensor.detach()))
     return tensor
+
+
+def smoothing(sigma: Any, options: dict[str, Any]) -> None:
+    """Checks the bandwidth of an operator that moves points, which may be left out with all else of it."""
+    if sigma is not None:
+        one_bandwidth(sigma, torch.float64, torch.device("cpu"))
+    elif options:
+        raise ValueError(f"{', '.join(options)} are for smoothing, and that has a bandwidth: give `sigma` too.")
 
 
 def simplices(name: str, numbers: Any, corners: int, vertices: Tensor) -> Tensor:

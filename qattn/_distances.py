@@ -1,0 +1,89 @@
+"""Sums of distances and of directions over all pairs of points, compiled.
+
+    u_i = Σ_j w_j ‖x_i − y_j‖,    g_i = ∇u_i = Σ_j w_j (x_i − y_j) / ‖x_i − y_j‖.
+
+The columns y come in tiles, coordinate by coordinate, the last tile filled up with weights 0. A tile is summed in the
+dtype of the points and tiles are summed in float64. `tiny` is the least square that counts: below it, points coincide
+and have no direction.
+
+Two things make LLVM vectorise the loops: that sums may be reordered and roots come from an estimate and Newton's step,
+and that the range of j is constant, as of an index that may be negative Numba asks each time whether it is.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+import numpy as np
+from numba import njit
+
+from qattn._compiled import compiled
+
+__all__ = ["TILE", "sum_in_any_dimension", "sum_in_space"]
+
+TILE = 256
+
+_fast = njit(fastmath={"reassoc", "contract", "arcp", "afn", "nsz"}, error_model="numpy")
+
+
+@_fast
+def _tile_in_space(x, y, z, columns, weight, t, tiny):
+    zero, one = columns.dtype.type(0), columns.dtype.type(1)
+    u = g_x = g_y = g_z = zero
+    for j in range(TILE):
+        d_x, d_y, d_z = x - columns[t, 0, j], y - columns[t, 1, j], z - columns[t, 2, j]
+        square = d_x * d_x + d_y * d_y + d_z * d_z
+        w = weight[t, j] * (one / np.sqrt(max(square, tiny)))
+        u += w * square
+        g_x += w * d_x
+        g_y += w * d_y
+        g_z += w * d_z
+    return u, g_x, g_y, g_z
+
+
+@compiled
+def sum_in_space(rows, columns, weight, begin, end, tiny, u, g):
+    """Writes u (N,) and g (N, 3) of the rows begin … end − 1 of (N, 3), for columns (T, 3, TILE), weight (T, TILE)."""
+    for i in range(begin, end):
+        u_i = x = y = z = 0.0
+        for t in range(len(columns)):
+            parts = _tile_in_space(rows[i, 0], rows[i, 1], rows[i, 2], columns, weight, t, tiny)
+            u_i += parts[0]
+            x += parts[1]
+            y += parts[2]
+            z += parts[3]
+        u[i], g[i, 0], g[i, 1], g[i, 2] = u_i, x, y, z
+
+
+@_fast
+def _tile_in_any_dimension(rows, i, columns, weight, t, tiny, buffer, g):
+    zero, one = rows.dtype.type(0), rows.dtype.type(1)
+    for j in range(TILE):
+        buffer[j] = zero
+    for c in range(rows.shape[1]):
+        x = rows[i, c]
+        for j in range(TILE):
+            difference = x - columns[t, c, j]
+            buffer[j] += difference * difference
+    u = zero
+    for j in range(TILE):
+        w = weight[t, j] * (one / np.sqrt(max(buffer[j], tiny)))
+        u += w * buffer[j]
+        buffer[j] = w
+    for c in range(rows.shape[1]):
+        x, total = rows[i, c], zero
+        for j in range(TILE):
+            total += buffer[j] * (x - columns[t, c, j])
+        g[i, c] += total
+    return u
+
+
+@compiled
+def sum_in_any_dimension(rows, columns, weight, begin, end, tiny, u, g):
+    """The same for rows (N, d), columns (T, d, TILE) and g (N, d)."""
+    buffer = np.empty(TILE, rows.dtype)
+    for i in range(begin, end):
+        u_i = 0.0
+        for c in range(rows.shape[1]):
+            g[i, c] = 0.0
+        for t in range(len(columns)):
+            u_i += _tile_in_any_dimension(rows, i, columns, weight, t, tiny, buffer, g)
+        u[i] = u_i
