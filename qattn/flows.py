@@ -93,29 +93,34 @@ class _EnergyDistance(torch.autograd.Function):
 
 
 @eager
-def chamfer_distance(source: Any, target: Any) -> Any:
-    r"""1/N Σ_i min_j ‖x_i − y_j‖ + 1/M Σ_j min_i ‖x_i − y_j‖, shape (*batch,).
+def chamfer_distance(source: Any, target: Any, power: float = 2) -> Any:
+    r"""1/N Σ_i min_j ‖x_i − y_j‖^p + 1/M Σ_j min_i ‖x_i − y_j‖^p, shape (*batch,).
 
-    A length, as distances are not squared. Points have no masses here; gradients hold the nearest points fixed.
+    Points have no masses here, and gradients hold the nearest points fixed.
 
     Args:
         source: The points x, shape (*batch, N, d), a tensor or an array.
         target: The points y, shape (*batch, M, d); batch axes broadcast.
+        power: p > 0. Squares are usual, and tell most of points that are far away; with p = 1, it is a length.
 
     Example:
         >>> chamfer_distance([[0.0, 0.0], [3.0, 0.0]], [[0.0, 4.0]])
+        array(36.5)
+        >>> chamfer_distance([[0.0, 0.0], [3.0, 0.0]], [[0.0, 4.0]], power=1)
         array(8.5)
     """
     x, y = _checks.two_clouds(source, target)
-    clouds = zip(x.flatten(0, -3) if x.ndim > 2 else x[None], y.flatten(0, -3) if y.ndim > 2 else y[None], strict=True)
-    lengths = torch.stack([_to_nearest(a, b) + _to_nearest(b, a) for a, b in clouds]).reshape(x.shape[:-2])
-    return lengths if isinstance(source, Tensor) else lengths.numpy(force=True)
+    _checks.positive("`power`", power)
+    clouds = zip(x.reshape(-1, *x.shape[-2:]), y.reshape(-1, *y.shape[-2:]), strict=True)
+    means = [_to_nearest(a, b, power) + _to_nearest(b, a, power) for a, b in clouds]
+    result = torch.stack(means).reshape(x.shape[:-2])
+    return result if isinstance(source, Tensor) else result.numpy(force=True)
 
 
-def _to_nearest(x: Tensor, y: Tensor) -> Tensor:
-    """The mean distance from points (N, d) to the nearest of others (M, d)."""
+def _to_nearest(x: Tensor, y: Tensor, power: float) -> Tensor:
+    """The mean of ‖x_i − y_j‖^p from points (N, d) to the nearest of others (M, d)."""
     index = nearest(x.detach().double(), y.detach().double())
-    return torch.linalg.vector_norm(x - y[index], dim=-1).mean()
+    return torch.linalg.vector_norm(x - y[index], dim=-1).pow(power).mean()
 
 
 @eager
