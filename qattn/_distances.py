@@ -41,16 +41,14 @@ def _tile_in_space(x, y, z, columns, weight, t, tiny):
 
 @compiled
 def sum_in_space(rows, columns, weight, begin, end, tiny, u, g):
-    """Writes u (N,) and g (N, 3) of the rows begin … end − 1 of (N, 3), for columns (T, 3, TILE), weight (T, TILE)."""
-    for i in range(begin, end):
-        u_i = x = y = z = 0.0
-        for t in range(len(columns)):
-            parts = _tile_in_space(rows[i, 0], rows[i, 1], rows[i, 2], columns, weight, t, tiny)
-            u_i += parts[0]
-            x += parts[1]
-            y += parts[2]
-            z += parts[3]
-        u[i], g[i, 0], g[i, 1], g[i, 2] = u_i, x, y, z
+    """Adds to u (N,) and g (N, 3) of the rows begin … end − 1 of (N, 3), for columns (T, 3, TILE), weight (T, TILE)."""
+    for t in range(len(columns)):  # a tile of columns stays in the cache while the rows pass
+        for i in range(begin, end):
+            part, x, y, z = _tile_in_space(rows[i, 0], rows[i, 1], rows[i, 2], columns, weight, t, tiny)
+            u[i] += part
+            g[i, 0] += x
+            g[i, 1] += y
+            g[i, 2] += z
 
 
 @_fast
@@ -80,10 +78,6 @@ def _tile_in_any_dimension(rows, i, columns, weight, t, tiny, buffer, g):
 def sum_in_any_dimension(rows, columns, weight, begin, end, tiny, u, g):
     """The same for rows (N, d), columns (T, d, TILE) and g (N, d)."""
     buffer = np.empty(TILE, rows.dtype)
-    for i in range(begin, end):
-        u_i = 0.0
-        for c in range(rows.shape[1]):
-            g[i, c] = 0.0
-        for t in range(len(columns)):
-            u_i += _tile_in_any_dimension(rows, i, columns, weight, t, tiny, buffer, g)
-        u[i] = u_i
+    for t in range(len(columns)):
+        for i in range(begin, end):
+            u[i] += _tile_in_any_dimension(rows, i, columns, weight, t, tiny, buffer, g)

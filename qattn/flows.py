@@ -33,6 +33,7 @@ from qattn.operators import diffusion
 
 __all__ = ["Flow", "chamfer_distance", "energy_distance", "flow"]
 
+_LEAST_ROWS = 64  # that share a tile of columns in the cache
 _PAIRS = 2**22  # that a thread sums at a time, or that are held at once where there is no compiled loop
 
 
@@ -212,11 +213,11 @@ def _compiled_sums(x: Tensor, y: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     rows = pad(x, (0, axes - d)).contiguous()
     columns = pad(y, (0, axes - d, 0, -M % tile)).unflatten(1, (-1, tile)).mT.contiguous()  # (B, T, axes, TILE)
     weight = pad(w, (0, -M % tile)).unflatten(1, (-1, tile)).contiguous()  # (B, T, TILE)
-    u, g = torch.empty(B, N, dtype=torch.float64), torch.empty(B, N, axes, dtype=torch.float64)
+    u, g = torch.zeros(B, N, dtype=torch.float64), torch.zeros(B, N, axes, dtype=torch.float64)
     arrays, results = [t.detach().numpy() for t in (rows, columns, weight)], [t.numpy() for t in (u, g)]
     tiny: Any = torch.tensor(torch.finfo(x.dtype).tiny, dtype=x.dtype).numpy()[()]  # a number of the loops' own type
     loop = _distances.sum_in_space if axes == 3 else _distances.sum_in_any_dimension
-    chunk = max(1, _PAIRS // M)
+    chunk = max(_LEAST_ROWS, _PAIRS // M)
 
     def run(task: tuple[int, int]) -> None:
         b, begin = task
