@@ -1,5 +1,7 @@
 """Where a sharded cloud is: how many points each rank has, about one origin, prepared once for all bandwidths."""
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -8,7 +10,7 @@ from qattn import _checks
 from qattn.distributed.group import Group
 from qattn.kernels.sites import Sites
 
-__all__ = ["Shards", "gather", "shard"]
+__all__ = ["Shards", "as_dtensor", "gather", "shard"]
 
 
 class Shards:
@@ -71,3 +73,15 @@ def gather(x: Tensor, index: Tensor, group: object = None) -> Tensor:
     ranks = Group(group)
     rows, numbers = torch.cat(ranks.joined(x)), torch.cat(ranks.joined(index))
     return torch.empty_like(rows).index_copy_(0, numbers, rows)
+
+
+def as_dtensor(x: Tensor, like: Any) -> Any:
+    """A DTensor of the values x that this rank has, (n,) or (*batch, n, C), sharded as another is: `like`."""
+    from torch.distributed.tensor import DTensor, Shard  # here, because importing it takes a while
+
+    axis = max(0, x.ndim - 2)
+    N = like.shape[max(0, like.ndim - 2)]
+    whole = torch.empty(*x.shape[:axis], N, *x.shape[axis + 1 :], device="meta")
+    return DTensor.from_local(
+        x, like.device_mesh, [Shard(axis)], run_check=False, shape=whole.shape, stride=whole.stride()
+    )
