@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.parallel import DistributedDataParallel
 
 import qattn
-from qattn.distributed import Group, ShardedGaussian, gather, shard
+from qattn.distributed import Group, ShardedGaussian, compact, gather, shard
 
 SIGMA, TOL = 0.4, {"exact": 1e-10, "tiles": 1e-6, "fourier": 1e-6}
 
@@ -203,6 +203,31 @@ def spectra(method):
             )
 
 
+def compacted(method):
+    """Points that lie anywhere come to lie near one another, with all that belongs to them, and none is lost."""
+    points, mass, signal = cloud(3000)
+    size = dist.get_world_size()
+    for index in (*shares(3000), torch.arange(3000)[dist.get_rank() :: size]):
+        order = torch.cat(Group().joined(index))  # the numbers count over the ranks
+        numbers, x, m, f = compact(points[index], mass[index].float(), signal[index])
+        close(x, points[order[numbers]])
+        close(m, mass[order[numbers]].float())
+        close(f, signal[order[numbers]])
+        everyone = torch.cat(Group().joined(numbers))
+        assert (everyone.sort().values == torch.arange(3000)).all()
+        assert 0.9 * 3000 / size < len(x) < 1.1 * 3000 / size
+        sides = torch.stack([points.amax(0) - points.amin(0), x.amax(0) - x.amin(0)])
+        assert (sides[1] < 0.7 * sides[0]).any()  # a part of space
+    kernel = ShardedGaussian(x, 0.2, method=method)
+    whole = qattn.diffusion(qattn.GaussianKernel(points, 0.2, method="exact"), mass=mass)
+    q = qattn.diffusion(kernel, mass=m)
+    close(q @ f, (whole @ signal)[order[numbers]], 1e-2)
+    same = torch.zeros(7 * (dist.get_rank() == 0), 3)  # in one place, on one rank
+    assert sum(len(part) for part in Group().joined(compact(same)[0])) == 7
+    assert [len(part) for part in compact(same[:0])] == [0, 0]
+    assert "one row a point" in refusal(lambda: compact(points[:5], mass[:4]))
+
+
 def dtensors(method):
     """DTensors in, DTensors out, also where the points cannot be shared out evenly, and gradients by them."""
     for N in (230, 231, 1):
@@ -374,7 +399,18 @@ def restarted(method):
 CHECKS = {
     function.__name__: function
     for function in (
-        *(same_as_one, near_and_far, batches_and_heads, gradients, subgroups, spectra, dtensors, choices, refusals),
+        *(
+            same_as_one,
+            near_and_far,
+            batches_and_heads,
+            gradients,
+            subgroups,
+            spectra,
+            compacted,
+            dtensors,
+            choices,
+            refusals,
+        ),
         *(networks, compiled_in_bfloat16, fully_sharded),
         *(killed, restarted),
     )

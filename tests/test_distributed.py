@@ -15,6 +15,7 @@ import torch
 
 import qattn
 from qattn.distributed import ShardedGaussian
+from qattn.distributed.group import pack, unpack
 
 SCRIPT = str(Path(__file__).with_name("on_ranks.py"))
 
@@ -42,13 +43,15 @@ METHODS = "exact", "tiles", "fourier"
 def test_two_ranks_are_one_process():
     """Attention, operators, gradients, spectra, networks; one start of processes for all, which is what takes time."""
     checks = "same_as_one", "near_and_far", "batches_and_heads", "gradients"
-    others = "spectra:exact", "spectra:tiles", "dtensors:tiles", "choices:auto", "refusals:auto"
-    layers = "networks:exact", "compiled_in_bfloat16:exact", "fully_sharded:exact"
+    others = "spectra:exact", "spectra:tiles", "compacted:tiles", "dtensors:tiles", "choices:auto"
+    layers = "refusals:auto", "networks:exact", "compiled_in_bfloat16:exact", "fully_sharded:exact"
     on_ranks(2, *(f"{check}:{method}" for check in checks for method in METHODS), *others, *layers)
 
 
 def test_four_ranks_are_one_process():
-    on_ranks(4, *(f"same_as_one:{method}" for method in METHODS), "gradients:exact", "subgroups:tiles")
+    on_ranks(
+        4, *(f"same_as_one:{method}" for method in METHODS), "gradients:exact", "compacted:tiles", "subgroups:tiles"
+    )
 
 
 @pytest.mark.parametrize(("number", "size"), [(signal.SIGKILL, 3), (signal.SIGSTOP, 2)], ids=["killed", "stalled"])
@@ -80,6 +83,14 @@ def test_a_rank_that_is_lost_stops_the_others(tmp_path, number, size):
             process.stderr.close()
     if number == signal.SIGKILL:
         on_ranks(size, "restarted:tiles", **folder)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 5])
+def test_rows_of_several_dtypes_go_in_one_message(rows):
+    tensors = torch.randn(rows, 3), torch.arange(rows)[:, None], torch.randn(rows, 2).double()
+    packed = pack(*tensors)
+    found = unpack(packed, [3, 1, 2], [tensor.dtype for tensor in tensors])
+    assert all(torch.equal(*pair) for pair in zip(found, tensors, strict=True))
 
 
 def test_a_group_is_needed():

@@ -3,7 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["all_or_none_sharded", "held_alone", "own_part", "same_on_all_ranks"]
+from torch import Tensor
+
+from qattn._checks.numbers import as_tensor, shape_of
+
+__all__ = ["all_or_none_sharded", "held_alone", "own_part", "rows_of", "same_on_all_ranks"]
 
 
 def all_or_none_sharded(are_alone: Sequence[bool]) -> None:
@@ -46,3 +50,14 @@ def own_part(name: str, given: Any, axis: int, ranks: Any) -> Any:
             f"{given.placements}. Take `{name}.redistribute(placements=[Shard({axis})])`."
         )
     return given.to_local()
+
+
+def rows_of(name: str, given: Any, points: Tensor) -> Tensor:
+    """What belongs to points (n, d): one row each, (n,) or (n, C)."""
+    tensor = as_tensor(name, given).detach().to(points.device)
+    if tensor.ndim not in (1, 2) or len(tensor) != len(points):
+        raise ValueError(
+            f"`{name}` should have one row a point, shape ({len(points)},) or ({len(points)}, C); "
+            f"got {shape_of(tensor)}."
+        )
+    return tensor
