@@ -154,6 +154,9 @@ class GaussianKernel(GaussianPoints):
         kernel._methods = kernel._make_methods()
         return kernel
 
+    def moved(self, points: Tensor, sigma: float) -> "GaussianKernel":
+        return GaussianKernel(points, sigma)
+
     def for_channels(self, channels: int) -> "GaussianKernel":
         """The same kernel by the method that is cheapest to apply to so many channels, again and again."""
         kernel = self._with(_work=Work(sums=0, channels=channels))
