@@ -1,9 +1,14 @@
 """O(N) memory, measured: 16,000 points, whose scores alone would take 1 GB, within a tenth of that."""
 
+import gc
 import subprocess
 import sys
+import weakref
 
 import pytest
+import torch
+
+import qattn
 
 TRAINING = """
 import resource, torch, qattn
@@ -89,3 +94,21 @@ def test_memory_grows_with_the_points_not_the_pairs(backend, wants_gradient):
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     allowed = 100 if backend != "flex" else 250  # compiling for a new shape takes some too
     assert float(run.stdout) < allowed < n * n * 4 / 2**20
+
+
+@pytest.mark.parametrize("method", ["exact", "tiles", "fourier", "auto"])
+def test_what_a_kernel_has_prepared_goes_with_it(method):
+    """At once, not when Python's collector comes by: a loop that makes an operator in each step must not grow."""
+    points = torch.nn.functional.normalize(torch.randn(5000, 3), dim=-1)
+
+    def prepared():
+        kernel = qattn.GaussianKernel(points, 0.5, method=method)
+        qattn.diffusion(kernel, signal=points)
+        return weakref.ref(kernel._methods), weakref.ref(kernel._sites)
+
+    prepared()  # which may compile, and leave frames behind
+    gc.disable()
+    try:
+        assert [reference() for reference in prepared()] == [None, None]
+    finally:
+        gc.enable()

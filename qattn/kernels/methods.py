@@ -8,6 +8,7 @@
 """
 
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -114,7 +115,7 @@ class Methods:
         _checks.one_of("method", method, ("auto", *METHODS))
         self._sites, self._sigma = sites, sigma.detach()
         self._method, self._tol, self._backend, self._work = method, tol, backend, work
-        self._make = self._made if make is None else make
+        self._make = partial(_made, sites, backend) if make is None else make
         self._engines: dict[str, Engine | None] = {}
         self._counted: tuple[SortedCloud, SortedCloud] | None = None  # the last whose near tiles were counted
         self._given_up: dict[int, str] = {}  # heads for which fourier has been tried in vain, and why
@@ -160,27 +161,22 @@ class Methods:
             groups.append((index, self._engines[method]))
         return groups
 
-    def _instead_of_fourier(self, heads: Tensor | None, error: FourierError) -> Engine:
-        """Tiles for some heads, after an error that only computing has shown; "auto" takes no FFTs for them again."""
-        numbers = range(len(self.choices)) if heads is None else heads.tolist()
-        self._given_up |= dict.fromkeys(numbers, str(error))
-        self._engines.clear()
-        del self.choices
-        tiles = self._make("tiles", self._sigma if heads is None else self._sigma[heads], None)
-        assert tiles is not None
-        return tiles
-
     def _engine(self, method: str, heads: Tensor | None) -> Engine | None:
         sigma = self._sigma if heads is None else self._sigma[heads]
-        return self._make(method, sigma, partial(self._instead_of_fourier, heads) if self._method == "auto" else None)
-
-    def _made(self, method: str, sigma: Tensor, instead: Instead | None) -> Engine | None:
-        if method == "exact":
-            return None
         counted, self._counted = self._counted, None
-        if method == "tiles":
-            return Tiles(*(counted if counted and sigma.ndim == 0 else self._sites.sorted(sigma)), self._backend)
-        return Fourier(*self._sites.scaled(sigma), instead)
+        if method == "tiles" and counted and sigma.ndim == 0 and self._sites.ranks.is_alone:
+            return Tiles(*counted, self._backend)
+        tiles = partial(self._make, "tiles", sigma, None)
+        # Engines are kept here: if they kept this, memory would wait for Python's collector.
+        instead = partial(_instead_of_fourier, weakref.ref(self), tiles, heads) if self._method == "auto" else None
+        return self._make(method, sigma, instead)
+
+    def _give_up_fourier(self, heads: Tensor | None, why: str) -> None:
+        """Takes no FFTs for some heads again, after an error that only computing has shown."""
+        numbers = range(len(self.choices)) if heads is None else heads.tolist()
+        self._given_up |= dict.fromkeys(numbers, why)
+        self._engines.clear()
+        del self.choices
 
     def _choose(self, head: int, sigma: float) -> Choice:
         """The cheapest method for a bandwidth."""
@@ -270,6 +266,25 @@ class Methods:
         ranks = self._sites.ranks
         sums = ranks.sum(torch.tensor(numbers, dtype=torch.float64, device=self._sites.device))
         return tuple((sums / ranks.size).tolist())
+
+
+def _made(sites: Sites, backend: str, method: str, sigma: Tensor, instead: Instead | None) -> Engine | None:
+    """The engine of a method for some bandwidths, None for "exact"."""
+    if method == "exact":
+        return None
+    return Tiles(*sites.sorted(sigma), backend) if method == "tiles" else Fourier(*sites.scaled(sigma), instead)
+
+
+def _instead_of_fourier(
+    methods: "weakref.ref[Methods]", tiles: Callable[[], Engine | None], heads: Tensor | None, error: FourierError
+) -> Engine:
+    """Tiles, for heads for which FFTs are not exact enough."""
+    known = methods()
+    if known is not None:
+        known._give_up_fourier(heads, str(error))
+    engine = tiles()
+    assert engine is not None
+    return engine
 
 
 def _about(seconds: float) -> str:
