@@ -3,8 +3,8 @@
 The areas m about the vertices of a mesh get log-normal noise, m_s = m e^{ε − s²/2} with ε ~ N(0, s²), and Q_m is
 compared to Q_{m_s}. Left: ‖Q_m − Q_{m_s}‖_M against s, the largest singular value of √M (Q_m − Q_{m_s}) /√M, which
 ARPACK finds by applying both operators. Right: how much of an error of log m arrives in log Λ, in the norm of the
-masses. The proposition says half of it at most, and one that is the same everywhere attains it; noise arrives averaged
-over a bandwidth.
+masses. The proposition says half of it at most, and one that is the same everywhere attains it; waves and noise arrive
+averaged over a bandwidth.
 """
 
 import argparse
@@ -37,14 +37,11 @@ def distance(q, other, mass):
     return float(svds(difference, 1, tol=1e-2, v0=start, return_singular_vectors=False)[0])
 
 
-def perturbations(points, generator):
-    """Errors of log m of size 1 in the mean square, shape (N,) each."""
-    x = points[:, 0] - points[:, 0].mean()
-    return {
-        "noise": torch.randn(len(points), dtype=torch.float64, generator=generator),
-        "along x": x / x.square().mean().sqrt(),
-        "everywhere": torch.ones_like(x),
-    }
+def perturbations(points, sigma):
+    """Errors of log m of size 1 in the mean square, shape (N,) each: noise, waves of length 2πσ, and a constant."""
+    noise = torch.randn(len(points), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    waves = torch.sin(points[:, 0] / sigma)
+    return {"noise": noise, "waves": waves / waves.square().mean().sqrt(), "everywhere": torch.ones_like(noise)}
 
 
 def main():
@@ -66,7 +63,7 @@ def main():
         return qattn.diffusion(kernel, mass=mass, tol=1e-7)
 
     q = diffusion(mass)
-    errors = perturbations(points, torch.Generator().manual_seed(0))
+    errors = perturbations(points, options.sigma)
     print(f"{len(points):,} vertices, σ = {options.sigma:g}; the error of log Λ is in parts of that of log m")
     print(f"{'s':>6} {'‖Q_m − Q_ms‖':>14} {'seconds':>8}   " + " ".join(f"{name:>10}" for name in errors))
     levels, distances, ratios = torch.tensor(options.levels).double() / 100, [], {name: [] for name in errors}

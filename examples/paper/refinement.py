@@ -97,7 +97,7 @@ def main():
     for name in SAMPLINGS:
         line = [(row["N"], row["error"]) for row in rows if row["name"] == name]
         rates[name] = float(np.polyfit(*np.log(line).T, 1)[0])
-    curves(axis, [{**row, "name": f"{row['name']}: N^{rates[row['name']]:.2f}"} for row in rows], "N", "error")
+    curves(axis, [{**row, "name": f"{row['name']}: $N^{{{rates[row['name']]:.2f}}}$"} for row in rows], "N", "error")
     axis.set(xscale="log", yscale="log", xlabel="points", ylabel="largest |Qˢf − Qf| on the sphere")
     axis.set_title(f"harmonics of degrees 1 to 4, σ = {options.sigma:g}", fontsize=11)
     picture.savefig(options.output, dpi=110)
