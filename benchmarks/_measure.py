@@ -51,11 +51,11 @@ def once(run: Callable[[], object]) -> tuple[object, float, float]:
     return result, took, _memory("VmHWM") - before
 
 
-def in_its_own_process(*arguments: object, limit: float) -> dict[str, object] | str:
-    """The last line, in JSON, of this script run with arguments; or why there is none."""
+def in_its_own_process(script: str, *arguments: object, limit: float) -> dict[str, object] | str:
+    """The last line, in JSON, of a script run with arguments; or why there is none."""
     try:
         done = subprocess.run(
-            [sys.executable, sys.argv[0], *map(str, arguments)], capture_output=True, text=True, timeout=limit
+            [sys.executable, script, *map(str, arguments)], capture_output=True, text=True, timeout=limit
         )
     except subprocess.TimeoutExpired:
         return f"not done in {limit:.0f} s"

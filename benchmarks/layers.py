@@ -154,7 +154,7 @@ def main():
         for name in CANDIDATES:
             if name == "dense torch" and n > DENSE_LIMIT:
                 continue
-            row = in_its_own_process("--one", name, n, 1 if options.quick else 10, limit=options.limit)
+            row = in_its_own_process(__file__, "--one", name, n, 1 if options.quick else 10, limit=options.limit)
             if isinstance(row, str):
                 lines.append(f"| {n:,} | {name} | {row} | | | |")
             else:

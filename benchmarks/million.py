@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 import tempfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -36,13 +37,14 @@ def by_neighbours(k):
         from scipy.sparse import csr_matrix
         from scipy.spatial import cKDTree
 
-        N, x = len(points), points.numpy()
+        N, x, start = len(points), points.numpy(), time.perf_counter()
         distances, index = cKDTree(x).query(x, k, workers=torch.get_num_threads())
         weights = np.exp(-0.5 * (distances / sigma) ** 2).astype(np.float32).ravel()
         graph = csr_matrix((weights, index.astype(np.int32).ravel(), np.arange(0, N * k + 1, k)), shape=(N, N))
         graph = graph.maximum(graph.T)  # symmetric, or there is nothing to normalise symmetrically
         scores, columns, starts = np.log(graph.data), graph.indices, graph.indptr[:-1]
         rows = np.repeat(np.arange(N, dtype=np.int32), np.diff(graph.indptr))
+        built = time.perf_counter()
 
         def logsumexp(bias):
             entries = scores + bias[columns]
@@ -53,6 +55,7 @@ def by_neighbours(k):
         f, log_mass = np.zeros(N, np.float32), np.float32(-math.log(N))
         for _ in range(5):
             f = 0.5 * (f - logsumexp(f + log_mass))
+        figures = {"passes": 5, "build": built - start, "run": time.perf_counter() - built}
         graph.data *= np.exp(f)[rows] * np.exp(f + log_mass)[columns]
 
         def error():
@@ -61,7 +64,7 @@ def by_neighbours(k):
             exact = qattn.GaussianKernel(points, sigma, method="exact")
             return float(torch.expm1(found - exact.exact_lse(some, torch.from_numpy(f + log_mass))).abs().amax())
 
-        return torch.from_numpy(graph @ signal.numpy()), {"passes": 5}, error
+        return torch.from_numpy(graph @ signal.numpy()), figures, error
 
     return run
 
@@ -70,10 +73,13 @@ def by_implicit_euler(points, signal, sigma):
     from robust_laplacian import point_cloud_laplacian
     from scipy.sparse.linalg import splu
 
+    start = time.perf_counter()
     laplacian, mass = point_cloud_laplacian(points.double().numpy())
+    built = time.perf_counter()
     matrix = (mass + 0.5 * sigma**2 * laplacian).tocsc()
     factors = splu(matrix, permc_spec="MMD_AT_PLUS_A", diag_pivot_thresh=0.0, options={"SymmetricMode": True})
-    return torch.from_numpy(factors.solve(mass @ signal.double().numpy())), {}, None
+    found = factors.solve(mass @ signal.double().numpy())
+    return torch.from_numpy(found), {"build": built - start, "run": time.perf_counter() - built}, None
 
 
 CANDIDATES = {
@@ -105,7 +111,7 @@ def one(name, path, sigma):
 
 def measure(name, path, sigma, limit):
     """One candidate in a process of its own; None if it does not end in time or in memory."""
-    row = in_its_own_process("--candidate", name, "--cloud", path, "--sigma", sigma, limit=limit)
+    row = in_its_own_process(__file__, "--candidate", name, "--cloud", path, "--sigma", sigma, limit=limit)
     if isinstance(row, str):
         print(f"  {name:16} {row}", flush=True)
         return None

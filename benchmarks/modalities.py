@@ -198,7 +198,7 @@ def main():
             torch.save(CASES[case][0](), path)
             for name in CASES[case][1]:
                 start = time.perf_counter()
-                row = in_its_own_process("--one", case, name, path, limit=options.limit)
+                row = in_its_own_process(__file__, "--one", case, name, path, limit=options.limit)
                 print(f"  {case:30} {name:18} {time.perf_counter() - start:6.0f} s in all", flush=True)
                 if isinstance(row, str):
                     lines.append(f"| {case} | | {name} | {row} | | | |")

@@ -18,12 +18,12 @@ CHANNELS = 8
 ITERATIONS = 10
 
 
-def published(points, signal, sigma, lse_and_apply):
-    """10 iterations of f ← ½ (f − lse(f + log m)), then Q applied; and the marginal error it ends with."""
+def published(points, signal, sigma, lse_and_apply, iterations=ITERATIONS):
+    """Iterations of f ← ½ (f − lse(f + log m)), then Q applied."""
     log_mass = -math.log(len(points))
     f = torch.zeros(len(points), dtype=points.dtype)
     lse, apply = lse_and_apply(points / sigma)
-    for _ in range(ITERATIONS):
+    for _ in range(iterations):
         f = 0.5 * (f - lse(f + log_mass))
     return torch.exp(f)[:, None] * apply(torch.exp(f + log_mass)[:, None] * signal)
 

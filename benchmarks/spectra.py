@@ -88,7 +88,7 @@ def main():
                 if n > LIMITS.get(name, math.inf):
                     cells.append("")
                     continue
-                row = in_its_own_process("--one", name, n, k, limit=options.limit)
+                row = in_its_own_process(__file__, "--one", name, n, k, limit=options.limit)
                 if isinstance(row, str):
                     cells.append(row)
                     continue

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from claims import parsed
+from claims import parsed, report
 from fem import eigenpairs, load, tetrahedralise
 from matplotlib.collections import PolyCollection
 from scipy.optimize import brentq
@@ -123,12 +123,17 @@ def spectra(shape, mesh, kind, options):
     return values, drawn
 
 
+def deviations(found, values):
+    """Of eigenvalues 2 and up, relative to the first of `values`."""
+    reference = next(iter(values.values()))
+    return found[1:] / reference[1:] - 1
+
+
 def row(name, sites, seconds, found, values):
     sites, seconds = sites and f"{sites:,}", seconds and f"{seconds:.1f}"
-    reference = next(iter(values.values()))
-    if found is reference:
+    if found is next(iter(values.values())):
         return f"  {name:18} {sites:>7} {seconds:>8} {'reference':>17}"
-    deviation = found[1:] / reference[1:] - 1
+    deviation = deviations(found, values)
     size = np.abs(deviation)
     return f"  {name:18} {sites:>7} {seconds:>8} {np.median(size):8.2%} {size.max():8.2%} {deviation[-1]:+8.2%}"
 
@@ -165,6 +170,47 @@ def draw(axis, mesh, kernel, sites, vector):
         scatter(axis, view, facing, signed(vector), *kinds[type(kernel)])
 
 
+def claims(found, k):
+    """What the paper says of its eigenvalues, of each (shape, kind) by name."""
+    clouds = ("points", "Gaussians", "voxels")
+    medians = {
+        name: [
+            [np.median(np.abs(deviations(v[name], v))) for (_, of), v in found.items() if of == kind] for kind in DIMS
+        ]
+        for name in clouds
+    }  # a list each for surfaces and for volumes
+    surfaces, volumes = (np.concatenate([medians[name][n] for name in clouds]) for n in range(2))
+    yield (
+        "eigenvalues of surfaces are consistent across modalities",
+        f"median deviations of {surfaces.min():.1%} to {surfaces.max():.1%}",
+        bool(surfaces.max() < 0.12),
+    )
+    pairs = list(zip(*medians["voxels"], strict=True))
+    yield (
+        "those of volumes deviate, near the scale of voxels",
+        f"median deviations of {volumes.min():.1%} to {volumes.max():.1%}; by voxels, "
+        + ", ".join(f"{solid:.1%} (surface {shell:.1%})" for shell, solid in pairs),
+        all(bool(solid > shell) for shell, solid in pairs),
+    )
+    if ("sphere", "surface") in found:
+        ends = [n**2 - 1 for n in range(1, k) if n**2 < k]  # of 0, 8, 8, 8, 24, … the last of each value
+        steps = np.stack([np.diff(found["sphere", "surface"][name]) for name in clouds])
+        between, within = steps[:, ends].min(), np.delete(steps, ends, axis=1).max()
+        yield (
+            "those of the sphere have plateaus",
+            f"steps of {between:.1f} or more from one to the next, of {within:.1f} or less within",
+            bool(within < between),
+        )
+    solids = {where: v for where, v in found.items() if where[0] in ("sphere", "cube")}
+    if solids:
+        last = [float(deviations(v[name], v)[-1]) for v in solids.values() for name in ("points", "Gaussians")]
+        yield (
+            "those of coarse clouds and mixtures of the sphere and the cube grow more slowly",
+            f"the last deviate by {min(last):+.0%} to {max(last):+.0%}",
+            True if max(last) < 0 else None,  # not so at the quick size, where σ is larger
+        )
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
@@ -178,16 +224,18 @@ def main():
     parser.add_argument("--k", type=int, default=40)
     parser.add_argument("--vector", type=int, default=10, help="which eigenvector is shown, counted from 1")
     parser.add_argument("--output", default="spectra.png")
-    options = parsed(parser, shape=["sphere"], points=500, components=20, samples=500, spacing=0.1, sigma=0.1, k=12)
+    options = parsed(parser, shape=["sphere"], points=2000, components=150, samples=3000, spacing=0.1, sigma=0.1, k=16)
 
     rows = 2 + -(-2 * (len(options.shape) - 1) // 5)
     picture = figure(18, 3.5 * rows)
     axes = picture.subplots(rows, 5)
     free = iter([*axes[:2, 4], *axes[2:].flat])
+    found = {}
     for shape in options.shape:
         mesh = load(shape)
         for number, kind in enumerate(DIMS):
             values, drawn = spectra(shape, mesh, kind, options)
+            found[shape, kind] = values
             axis = next(free)
             for name, curve in values.items():
                 axis.plot(range(1, options.k + 1), curve, label=name, **STYLES[name])
@@ -201,6 +249,7 @@ def main():
         axis.axis("off")
     picture.savefig(options.output, dpi=90)
     print(f"\nwrote {options.output}")
+    report(*claims(found, options.k))
 
 
 if __name__ == "__main__":

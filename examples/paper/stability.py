@@ -10,7 +10,7 @@ import argparse
 import time
 
 import torch
-from claims import parsed
+from claims import parsed, report
 from fem import load
 from matplotlib import colormaps
 
@@ -37,7 +37,7 @@ def main():
     parser.add_argument("--k", type=int, default=40)
     parser.add_argument("--seeds", type=int, default=3, help="how often points are removed at random")
     parser.add_argument("--output", default="stability.png")
-    options = parsed(parser, shape="sphere", points=500, sigma=0.1, density=0.1, k=12, seeds=1)
+    options = parsed(parser, points=2000, sigma=0.1, density=0.1, k=12, seeds=1)
 
     points = torch.from_numpy(qattn.sampling.on_surface(load(options.shape), options.points)[0])
     start = time.perf_counter()
@@ -51,12 +51,12 @@ def main():
 
     print(f"deviations of eigenvalues 2 to {options.k}, means over {options.seeds} draws")
     print(f"{'removed':>9} {'points':>7} {'median':>8} {'maximum':>8} {'last':>8}")
-    whole = eigenvalues(points)
+    whole, moved, bands = eigenvalues(points), {}, {}
     for share in SHARES:
         clouds = [thinned(points, share, seed) for seed in range(options.seeds)]
         deviation = torch.stack([eigenvalues(cloud)[1:] / whole[1:] - 1 for cloud in clouds])  # (seeds, k − 1)
         size, last = deviation.abs(), deviation[:, -1].mean()
-        median, most = size.median(1).values.mean(), size.amax(1).mean()
+        median, most = moved[share] = size.median(1).values.mean(), size.amax(1).mean()
         print(f"{share:9.0%} {len(clouds[0]):7,} {median:8.2%} {most:8.2%} {last:+8.2%}", flush=True)
         left.plot(
             range(2, options.k + 1), 100 * size.mean(0).numpy(), color=colormaps["viridis"](share), label=f"{share:.0%}"
@@ -79,11 +79,29 @@ def main():
         C = first.project(other.vectors)  # (k, k)
         energy = C.square() / options.k
         diagonal, band = energy.diagonal().sum(), energy[near].sum()
+        bands[factor] = float(band)
         print(f"{factor:9g} {diagonal:9.3f} {band:7.3f} {energy.sum():7.3f}", flush=True)
         axis.imshow(C.abs().numpy(), cmap="magma", vmin=0, vmax=1)
         axis.set(title=f"α = {factor:g}\ndiagonal {diagonal:.2f}, band {band:.2f}", xticks=[], yticks=[])
     picture.savefig(options.output, dpi=90)
     print(f"\n{time.perf_counter() - start:.0f} s; wrote {options.output}")
+
+    def deviation(share):
+        return "{:.1%} in the median, {:.1%} at most".format(*moved[share])
+
+    report(
+        (
+            "eigenvalues are particularly stable with up to 70% of one half removed",
+            f"they move by {deviation(0.7)}; with 90% removed, by {deviation(0.9)}",
+            bool(moved[0.7][0] < 0.05 and moved[0.9][0] > 2 * moved[0.7][0]),
+        ),
+        (
+            "functional maps are near-diagonal for α from 0.5 to 2, and degrade beyond",
+            f"within ±3 of the diagonal are {bands[0.5]:.1%} of their energy at 0.5 and {bands[2.0]:.1%} at 2, "
+            f"{bands[0.25]:.1%} at 0.25 and {bands[4.0]:.1%} at 4",
+            min(bands[0.5], bands[2.0]) > 0.9 and bands[0.25] < bands[0.5] and bands[4.0] < bands[2.0],
+        ),
+    )
 
 
 if __name__ == "__main__":
