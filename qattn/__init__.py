@@ -3,7 +3,7 @@
 from importlib import import_module
 from types import ModuleType
 
-from qattn import distributed, io, maps, mass, ragged, sampling, shapes, signatures
+from qattn import distributed, geodesics, io, maps, mass, ragged, sampling, shapes, signatures
 from qattn.attended import Attended, merge
 from qattn.attention import attend, gaussian
 from qattn.axioms import AxiomReport, check_axioms
@@ -56,6 +56,7 @@ __all__ = [
     "distributed",
     "eigsh",
     "gaussian",
+    "geodesics",
     "io",
     "laplacian_eigenvalues",
     "maps",

@@ -1,4 +1,4 @@
-r"""Geodesics of shapes: Hamiltonian shooting with the diffusion Q_q of their points as a metric, or with the kernel K_q.
+r"""Geodesics of shapes: Hamiltonian shooting with the diffusion Q_q of their points as a metric, or the kernel K_q.
 
     H(q, p) = ½ Σ_ij Q_q[i, j] p_i · p_j,        q̇ = ∂H/∂p = Q_q p,        ṗ = −∂H/∂q,
 
@@ -22,13 +22,16 @@ from torch import Tensor
 
 from qattn import _checks
 from qattn._progress import Progress
+from qattn.kernels import GaussianKernel
 from qattn.operators import Diffusion, diffusion
 from qattn.solver import log_of_mass, solve
 
-__all__ = ["Geodesic", "Hamiltonian", "shoot"]
+__all__ = ["Geodesic", "Hamiltonian", "Matching", "carry", "from_stencil", "match", "shoot", "stencil"]
 
 METRICS = ("diffusion", "kernel")
 INTEGRATORS = ("euler", "midpoint")
+_MOST = 50  # iterations for a midpoint
+_HISTORY = 20  # gradients that L-BFGS remembers
 
 
 class Hamiltonian:
@@ -63,15 +66,17 @@ class Hamiltonian:
 
     def derivatives(self, operator: Diffusion, momenta: Tensor) -> tuple[Tensor, Tensor]:
         """q̇ = ∂H/∂p and ṗ = −∂H/∂q, both (N, d), from the operator of q."""
+        kernel = operator.kernel
+        assert isinstance(kernel, GaussianKernel)
         velocity = operator @ momenta
         a = b = momenta
         if self.metric == "diffusion":
-            kernel, f, log_mass = operator.kernel, operator.potential, log_of_mass(operator.mass)
+            f, log_mass = operator.potential, log_of_mass(operator.mass)
             u = solve(kernel, f, log_mass, (momenta * velocity).sum(-1), False, kernel.tensors)[:, None]
             one = torch.ones_like(u)
             a, b = torch.cat([momenta, -u, one], dim=-1), torch.cat([momenta, one, -u], dim=-1)
         # With p_i · p_j − u_i − u_j = a_i · b_j, the force is that of Σ_j Q_ij (a_i · b_j) (x_i − x_j).
-        x = operator.kernel.centred  # (N, d)
+        x = kernel.centred  # (N, d)
         values = torch.cat([b[..., None], b[..., None] * x[:, None]], dim=-1)  # (N, n, 1 + d)
         means = (a[..., None] * (operator @ values.flatten(1)).unflatten(1, values.shape[1:])).sum(1)  # (N, 1 + d)
         return velocity, (means[:, :1] * x - means[:, 1:]) / self.sigma**2
@@ -82,7 +87,7 @@ class Geodesic:
     """A path of shapes.
 
     Attributes:
-        times: When, shape (T,).
+        times: When, shape (T,), the first of them 0.
         positions: Where the points are, shape (T, N, d).
         momenta: Their momenta, shape (T, N, d).
     """
@@ -90,6 +95,19 @@ class Geodesic:
     times: Tensor
     positions: Tensor
     momenta: Tensor
+
+
+@dataclass(frozen=True)
+class Matching:
+    """What `match` found.
+
+    Attributes:
+        momenta: Those that shoot the source to the target, shape (N, d).
+        errors: The mean of ‖q_i(1) − target_i‖² at each evaluation, the first that of the source itself.
+    """
+
+    momenta: Tensor
+    errors: tuple[float, ...]
 
 
 def shoot(
@@ -101,17 +119,182 @@ def shoot(
     dt: float = 0.1,
     integrator: str = "euler",
 ) -> Geodesic:
-    q, p, f = positions, momenta, None
-    count = math.ceil(abs(until) / dt - 1e-6)
-    step = until / max(1, count)
-    path = [(q, p)]
+    """The geodesic that starts at time 0 from positions (N, d) with momenta (N, d); differentiable by both.
+
+    Args:
+        hamiltonian: The metric.
+        positions: Where the points start.
+        momenta: With what momenta.
+        until: The time of its end, negative for the past.
+        dt: The longest step; all are of the same length.
+        integrator: "euler" is explicit, as in the paper; "midpoint" is implicit and symplectic, so that energy does
+            not drift and the past leads back, for several times the passes.
+
+    Example:
+        >>> points = torch.randn(50, 3)
+        >>> path = shoot(Hamiltonian(0.3), points, torch.ones(50, 3), until=-0.5)
+        >>> torch.allclose(path.positions[-1], points - 0.5, atol=1e-3)  # translations keep their velocity
+        True
+    """
+    q = _checks.one_shape("positions", positions)
+    p = _checks.one_shape("momenta", momenta, like=("positions", q))
+    _checks.positive("`dt`", dt)
+    _checks.not_negative("abs(until)", abs(until))
+    _checks.one_of("integrator", integrator, INTEGRATORS)
+    advance = _euler if integrator == "euler" else _midpoint
+    count = math.ceil(abs(until) / dt - 1e-6)  # 0.3 / 0.1 is a little more than 3
+    path, f = [(q, p)], None
     with Progress("Shooting", count) as progress:
         for _ in range(count):
-            operator = hamiltonian.operator(q, f)
-            dq, dp = hamiltonian.derivatives(operator, p)
-            f = operator.potential
-            q, p = q + step * dq, p + step * dp
+            q, p, f = advance(hamiltonian, q, p, until / count, f)
             path.append((q, p))
             progress.advance()
-    times = torch.linspace(0, until, count + 1, dtype=positions.dtype)
+    times = torch.linspace(0, until, count + 1).to(q)
     return Geodesic(times, torch.stack([q for q, _ in path]), torch.stack([p for _, p in path]))
+
+
+def _euler(
+    hamiltonian: Hamiltonian, q: Tensor, p: Tensor, step: float, init: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Positions and momenta a step later, and a potential to start from there."""
+    operator = hamiltonian.operator(q, init)
+    velocity, force = hamiltonian.derivatives(operator, p)
+    return q + step * velocity, p + step * force, operator.potential
+
+
+def _midpoint(
+    hamiltonian: Hamiltonian, q: Tensor, p: Tensor, step: float, init: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same, by the derivatives halfway, which a fixed-point iteration finds."""
+    goal = 4 * torch.finfo(q.dtype).eps ** 0.75  # that of the linear systems, which forces depend on
+    half_q, half_p = q, p
+    for _ in range(_MOST):
+        operator = hamiltonian.operator(half_q, init)
+        velocity, force = hamiltonian.derivatives(operator, half_p)
+        before, init = (half_q.detach(), half_p.detach()), operator.potential
+        half_q, half_p = q + 0.5 * step * velocity, p + 0.5 * step * force
+        moved, pushed = ((new - old).detach().abs().amax() for new, old in zip((half_q, half_p), before, strict=True))
+        if moved <= goal * hamiltonian.sigma and pushed <= goal * p.detach().abs().amax():
+            return q + step * velocity, p + step * force, init
+    raise ValueError(
+        f"The midpoint of a step of {abs(step):.3g} was not found in {_MOST} iterations. "
+        "Take a shorter `dt`, or smaller momenta."
+    )
+
+
+def match(
+    hamiltonian: Hamiltonian,
+    source: Tensor,
+    target: Tensor,
+    *,
+    dt: float = 0.1,
+    integrator: str = "euler",
+    max_iter: int = 50,
+) -> Matching:
+    """Momenta that shoot the source to the target in a unit of time, by L-BFGS on the mean of ‖q_i(1) − target_i‖².
+
+    Momenta start from 0, and stay as smooth as the metric is where the source cannot tell.
+
+    Args:
+        hamiltonian: The metric.
+        source: Where the points start, shape (N, d).
+        target: Where each of them should get, shape (N, d).
+        dt: As of `shoot`.
+        integrator: As of `shoot`.
+        max_iter: The most iterations, with one evaluation each, or a few where the first step is not a good one.
+
+    Example:
+        >>> source = torch.randn(50, 3)
+        >>> found = match(Hamiltonian(0.5), source, source + 1, max_iter=3)
+        >>> found.momenta.mean().round()
+        tensor(1.)
+    """
+    source = _checks.one_shape("source", source).detach()
+    target = _checks.one_shape("target", target, like=("source", source)).detach()
+    _checks.integer("max_iter", max_iter, 1)
+    way = target - source
+    first = float(way.square().sum(-1).mean())
+    if first == 0:
+        return Matching(torch.zeros_like(source), (0.0,))
+    # In a unit in which the first step of L-BFGS, of length 1 in the sum of sizes, is the best along the gradient.
+    with torch.no_grad():
+        operator = hamiltonian.operator(source)
+        downhill = operator @ way
+        velocity = operator @ downhill
+        unit = float((velocity * way).sum() / velocity.square().sum() * downhill.abs().sum())
+    scaled = torch.zeros_like(source, requires_grad=True)
+    optimizer = torch.optim.LBFGS(
+        [scaled],
+        max_iter=max_iter,
+        history_size=_HISTORY,
+        tolerance_grad=0,
+        tolerance_change=0,
+        line_search_fn="strong_wolfe",
+    )
+    errors: list[float] = []
+    with Progress("Matching") as progress:
+
+        def relative_error() -> Tensor:
+            optimizer.zero_grad()
+            last = shoot(hamiltonian, source, unit * scaled, dt=dt, integrator=integrator).positions[-1]
+            error = (last - target).square().sum(-1).mean()
+            (error / first).backward()
+            errors.append(float(error.detach()))
+            progress.advance(error=error.detach())
+            return error.detach() / first
+
+        optimizer.step(relative_error)
+    return Matching(unit * scaled.detach(), tuple(errors))
+
+
+@torch.no_grad()
+def carry(hamiltonian: Hamiltonian, geodesic: Geodesic, points: Tensor) -> Tensor:
+    r"""Points (M, d) that a geodesic carries along, ẋ = Σ_j Q_q(x, q_j) p_j, by Euler's method: shape (T, M, d).
+
+    A geodesic moves all of space: that of a few points, or of the `stencil` of a mixture, takes a mesh with it.
+    """
+    x = _checks.one_shape("points", points)
+    _checks.same_dimension(x, geodesic.positions)
+    path, f = [x], None
+    for q, p, step in zip(geodesic.positions, geodesic.momenta, geodesic.times.diff().tolist(), strict=False):
+        operator = hamiltonian.operator(q, f)
+        f = operator.potential
+        path.append(path[-1] + step * (operator.extend(path[-1]) @ p))
+    return torch.stack(path)
+
+
+def stencil(means: Tensor, covariances: Tensor) -> Tensor:
+    r"""The points x ± s_k e_k of Gaussians of means x and covariances Σ_k s_k² e_k e_kᵀ, with unit vectors e_k.
+
+    Args:
+        means: Shape (*batch, N, d).
+        covariances: Shape (*batch, N, d, d), (*batch, N, d) for diagonal ones, or (*batch, N) for variances.
+
+    Returns:
+        Points of shape (*batch, 2 d N, d), the 2 d of a component one after another; `from_stencil` leads back.
+
+    Example:
+        >>> stencil(torch.zeros(1, 2), torch.tensor([[1.0, 4.0]]))
+        tensor([[ 1.,  0.],
+                [ 0.,  2.],
+                [-1., -0.],
+                [-0., -2.]])
+    """
+    x = _checks.points("means", means)
+    sigma, kind = _checks.covariances(covariances, x)
+    if kind != "full":
+        sigma = torch.diag_embed(sigma if kind == "diagonal" else sigma[..., None].expand_as(x))
+    squares, axes = torch.linalg.eigh(sigma)
+    offsets = (axes * squares.clamp(min=0).sqrt()[..., None, :]).mT  # (*batch, N, d, d), a row for each axis
+    return (x[..., None, :] + torch.cat([offsets, -offsets], dim=-2)).flatten(-3, -2)
+
+
+def from_stencil(points: Tensor) -> tuple[Tensor, Tensor]:
+    """Means (*batch, N, d) and covariances (*batch, N, d, d) of Gaussians whose `stencil` was moved to points."""
+    x = _checks.points("points", points)
+    d = x.shape[-1]
+    _checks.divisible("the number of points", x.shape[-2], "2 d", 2 * d)
+    x = x.unflatten(-2, (-1, 2 * d))
+    means = x.mean(-2)
+    apart = x - means[..., None, :]
+    return means, 0.5 * apart.mT @ apart

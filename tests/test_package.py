@@ -18,8 +18,8 @@ ROOT = Path(qattn.__file__).parent
 # Lowest first; a module may import those before it, and its own package.
 LAYERS = [
     "_eager", "_compiled", "_progress", "_kd", "pullback", "tiling", "attended", "lift", "ranks", "_checks", "_scipy",
-    "attention", "kernels", "distributed", "solver", "operators", "spectral", "signatures", "maps", "axioms", "mass",
-    "ragged", "nn", "shapes", "sampling", "sklearn", "doctor", "io", "pictures", "cli", "__main__",
+    "attention", "kernels", "distributed", "solver", "operators", "spectral", "signatures", "maps", "geodesics",
+    "axioms", "mass", "ragged", "nn", "shapes", "sampling", "sklearn", "doctor", "io", "pictures", "cli", "__main__",
 ]  # fmt: skip
 
 
