@@ -274,11 +274,11 @@ def stencil(means: Tensor, covariances: Tensor) -> Tensor:
         Points of shape (*batch, 2 d N, d), the 2 d of a component one after another; `from_stencil` leads back.
 
     Example:
-        >>> stencil(torch.zeros(1, 2), torch.tensor([[1.0, 4.0]]))
-        tensor([[ 1.,  0.],
-                [ 0.,  2.],
-                [-1., -0.],
-                [-0., -2.]])
+        >>> points = stencil(torch.zeros(1, 3), torch.tensor([[1.0, 4.0, 9.0]]))
+        >>> points.shape
+        torch.Size([6, 3])
+        >>> from_stencil(points)[1].diagonal(dim1=1, dim2=2)
+        tensor([[1., 4., 9.]])
     """
     x = _checks.points("means", means)
     sigma, kind = _checks.covariances(covariances, x)
