@@ -7,8 +7,9 @@ with q adds its adjoint u, which one linear system gives:
 
     ṗ_i = Σ_j Q_q[i, j] (p_i · p_j − u_i − u_j) (q_i − q_j) / σ²,        (I + Q_q) u = (p_i · q̇_i)_i,
 
-and K_q has no u. These are forces between pairs, along the lines that join them, opposite to one another: whatever the
-tolerances, they keep momentum and angular momentum. A step is a few passes of the kernel; matching differentiates it.
+and K_q has no u. These are forces between pairs, along the lines that join them, opposite to one another: however far
+normalising went, they keep momentum and angular momentum. A step is some twenty passes of the kernel, and matching
+differentiates it once, where autograd through the normalisation would have to do so twice.
 
 With K_q, points that come together move for almost nothing, so geodesics contract on the way, and blow up beyond its
 end. The spectrum of Q_q stays in [0, 1], and a translation costs the same wherever points are.
@@ -40,7 +41,8 @@ class Hamiltonian:
     Args:
         sigma: The bandwidth of the Gaussian kernel.
         metric: "diffusion" for Q_q with equal masses, "kernel" for K_q itself.
-        tol: The mean of |Q1 − 1| at which normalising stops.
+        tol: The mean of |Q1 − 1| at which normalising stops. Ends of geodesics err by about as much, and gradients of
+            them by ten times that; in float32 by 5e-4 at best.
 
     Example:
         >>> hamiltonian = Hamiltonian(0.3)
