@@ -26,6 +26,8 @@ def finite(name: str, tensor: Tensor, remedy: str) -> None:
 
 def as_tensor(name: str, numbers: Any) -> Tensor:
     """Anything array-like as a tensor."""
+    if hasattr(numbers, "to_local"):
+        raise ValueError(f"`{name}` is a DTensor, which a `ShardedGaussian` takes. Give `{name}.full_tensor()` here.")
     if isinstance(numbers, Tensor):
         return numbers
     try:

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from qattn._checks.numbers import finite, floating, shape_of
+from qattn._checks.ranks import own_part
+from qattn.ranks import ALONE
 
 __all__ = [
     "kernel_of",
@@ -73,7 +75,7 @@ def mass(numbers: Any, kernel: Any) -> Tensor:
     shape, N = kernel.shape, kernel.shape[-1]
     if numbers is None:
         return torch.full((N,), 1 / N, dtype=kernel.dtype, device=kernel.device)
-    tensor = floating("mass", numbers).to(kernel.device, kernel.dtype)
+    tensor = floating("mass", own_part("mass", numbers, -1, kernel.ranks)).to(kernel.device, kernel.dtype)
     if tensor.ndim == 0 or tensor.shape[-1] != N:
         raise ValueError(
             f"`mass` should have shape {(*shape[:-2], N)}, one mass a point, or one that broadcasts to it; "
@@ -98,9 +100,10 @@ def mass(numbers: Any, kernel: Any) -> Tensor:
     return tensor
 
 
-def potential(numbers: Any, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A potential to start from, (*batch, N)."""
-    tensor = floating("init", numbers).to(device, dtype)
+def potential(numbers: Any, kernel: Any) -> Tensor:
+    """A potential to start from, (*batch, N), for a kernel of shape (*batch, N, N)."""
+    tensor = floating("init", own_part("init", numbers, -1, kernel.ranks)).to(kernel.device, kernel.dtype)
+    shape = kernel.shape[:-1]
     if tensor.shape != shape:
         raise ValueError(
             f"`init` should have shape {tuple(shape)}, a potential of the same kernel; got {shape_of(tensor)}."
@@ -118,9 +121,9 @@ def positive_rows(lse: Tensor) -> None:
         )
 
 
-def signal(numbers: Any, shape: torch.Size, device: torch.device) -> Tensor:
+def signal(numbers: Any, shape: torch.Size, device: torch.device, ranks: Any = ALONE) -> Tensor:
     """Values (M,), (M, C) or (*batch, M, C) for an operator of shape (*batch, N, M)."""
-    tensor = floating("signal", numbers)
+    tensor = floating("signal", own_part("signal", numbers, -2, ranks))
     M = shape[-1]
     axis = -1 if tensor.ndim == 1 else -2
     if tensor.ndim == 0 or tensor.shape[axis] != M:
