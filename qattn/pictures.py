@@ -145,7 +145,7 @@ def draw_mesh(axis: "Axes", vertices: Tensor, faces: Tensor, colours: Tensor, ti
     normals = torch.nn.functional.normalize(normals, dim=-1)[faces].mean(1)  # smooth over the neighbours
     order = torch.argsort((a + b + c)[:, 2])
     shaded = (colours * light(normals)).clamp(0, 1)[order]
-    triangles = view[faces[order], :2].numpy()
+    triangles = list(view[faces[order], :2].numpy())
     axis.add_collection(PolyCollection(triangles, facecolors=shaded.numpy(), edgecolors="face", linewidths=0.3))
     axis.autoscale()
     axis.set_aspect("equal")

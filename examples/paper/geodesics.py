@@ -156,7 +156,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--source", help="path of a mesh, instead of the creature")
     parser.add_argument("--target", help="path of the same mesh in another pose")
-    parser.add_argument("--cells", type=int, default=30, help="on a side of the grid that the creature is meshed by")
+    parser.add_argument("--cells", type=int, default=32, help="on a side of the grid that the creature is meshed by")
     parser.add_argument("--seed", type=int, default=4, help="pose of the creature")
     parser.add_argument("--bend", type=float, default=0.4, help="of that pose")
     parser.add_argument("--sigma", type=float, default=0.1)
