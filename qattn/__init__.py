@@ -3,7 +3,7 @@
 from importlib import import_module
 from types import ModuleType
 
-from qattn import distributed, flows, io, maps, mass, ragged, sampling, shapes, signatures
+from qattn import distributed, flows, geodesics, io, maps, mass, ragged, sampling, shapes, signatures
 from qattn.attended import Attended, merge
 from qattn.attention import attend, gaussian
 from qattn.axioms import AxiomReport, check_axioms
@@ -57,6 +57,7 @@ __all__ = [
     "eigsh",
     "flows",
     "gaussian",
+    "geodesics",
     "io",
     "laplacian_eigenvalues",
     "maps",

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = [
     "colour_map",
     "curves",
+    "draw_mesh",
     "draw_modes",
     "figure",
     "heat",
@@ -126,6 +127,27 @@ def scatter(
     shaded = (colours * light(facing)).clamp(0, 1)[order]
     x, y = view[order, :2].T.numpy()
     axis.scatter(x, y, c=shaded.numpy(), s=size, marker=marker, linewidths=0)
+    axis.set_aspect("equal")
+    axis.axis("off")
+    axis.set_title(title, fontsize=13)
+
+
+def draw_mesh(axis: "Axes", vertices: Tensor, faces: Tensor, colours: Tensor, title: str = "") -> None:
+    """Triangles (F, 3) between vertices (N, 3), in colours (F, 3), shaded, the nearest drawn last."""
+    from matplotlib.collections import PolyCollection
+
+    view, _ = seen(vertices, vertices)
+    a, b, c = view[faces].unbind(1)
+    across = torch.linalg.cross(b - a, c - a)  # (F, 3), as long as triangles are large
+    normals = torch.zeros_like(view)
+    for corner in faces.T:
+        normals.index_add_(0, corner, across)
+    normals = torch.nn.functional.normalize(normals, dim=-1)[faces].mean(1)  # smooth over the neighbours
+    order = torch.argsort((a + b + c)[:, 2])
+    shaded = (colours * light(normals)).clamp(0, 1)[order]
+    triangles = list(view[faces[order], :2].numpy())
+    axis.add_collection(PolyCollection(triangles, facecolors=shaded.numpy(), edgecolors="face", linewidths=0.3))
+    axis.autoscale()
     axis.set_aspect("equal")
     axis.axis("off")
     axis.set_title(title, fontsize=13)

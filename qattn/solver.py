@@ -213,7 +213,7 @@ def apply_transpose(kernel: Kernel, left: Tensor, right: Tensor, log_mass: Tenso
     return apply(kernel, right, bias, value * torch.exp(-log_mass_or_zero)[..., None].to(value.dtype))
 
 
-def _solve(
+def solve(
     kernel: Kernel, f: Tensor, log_mass: Tensor, target: Tensor, is_transposed: bool, tensors: tuple[Tensor, ...]
 ) -> Tensor:
     """(I + Q)⁻¹ target, or its transpose, as a function of everything in it; differentiable to any order."""
@@ -242,7 +242,7 @@ class _Potential(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         f, log_mass, *tensors = ctx.saved_tensors
-        u = _solve(ctx.kernel, f, log_mass, grads[0], True, tuple(tensors))
+        u = solve(ctx.kernel, f, log_mass, grads[0], True, tuple(tensors))
 
         def minus_lse(log_mass: Tensor, *tensors: Tensor) -> Tensor:
             return -ctx.kernel.replace(*tensors).attend(f + log_mass).lse
@@ -274,7 +274,7 @@ class _Solve(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         x, f, log_mass, *tensors = ctx.saved_tensors
-        y = _solve(ctx.kernel, f, log_mass, grads[0], not ctx.is_transposed, tuple(tensors))
+        y = solve(ctx.kernel, f, log_mass, grads[0], not ctx.is_transposed, tuple(tensors))
 
         def minus_product(f: Tensor, log_mass: Tensor, *tensors: Tensor) -> Tensor:
             return -_product(ctx.kernel.replace(*tensors), f, log_mass, x, ctx.is_transposed)

@@ -19,8 +19,8 @@ ROOT = Path(qattn.__file__).parent
 LAYERS = [
     "_eager", "_compiled", "_progress", "_kd", "_distances", "_nearest", "pullback", "tiling", "attended", "lift",
     "ranks", "_checks", "_scipy", "attention", "kernels", "distributed", "solver", "operators", "spectral",
-    "signatures", "maps", "flows", "axioms", "mass", "ragged", "nn", "shapes", "sampling", "sklearn", "doctor", "io",
-    "pictures", "cli", "__main__",
+    "signatures", "maps", "flows", "geodesics", "axioms", "mass", "ragged", "nn", "shapes", "sampling", "sklearn",
+    "doctor", "io", "pictures", "cli", "__main__",
 ]  # fmt: skip
 
 

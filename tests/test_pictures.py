@@ -18,6 +18,20 @@ def test_what_is_in_front_is_seen():
     assert found == {(1, 1, 1), (1, 0, 0), (0, 1, 0)}  # the background, two corners, and the nearer of the others
 
 
+def test_the_nearest_triangle_is_drawn_last_and_light_falls_on_it():
+    camera = pictures.seen(torch.eye(3), torch.eye(3))[0]
+    corner = torch.tensor([[0.0, 0.0, 0.0], [1.0, 0.0, 0.0], [0.0, 1.0, 0.0]])
+    view = torch.cat([corner + torch.tensor([0.0, 0.0, depth]) for depth in (1.0, -1.0)])
+    faces = torch.tensor([[0, 1, 2], [3, 5, 4]])  # the first in front, facing the eye; the second facing away
+    axis = pictures.figure(1, 1).subplots()
+    pictures.draw_mesh(axis, view @ camera.T, faces, torch.eye(3)[:2], title="two")
+    (drawn,) = axis.collections
+    colours = torch.from_numpy(drawn.get_facecolors()[:, :3])
+    assert (colours > 0.1).int().tolist() == [[0, 1, 0], [1, 0, 0]]
+    assert colours[1].max() > 1.5 * colours[0].max()
+    torch.testing.assert_close(torch.from_numpy(drawn.get_paths()[1].vertices[:3]), corner[:, :2].double())
+
+
 def test_colours_are_colours_whatever_the_signal():
     for values in (torch.randn(500), torch.zeros(500), torch.ones(1)):
         assert ((pictures.signed(values) >= 0) & (pictures.signed(values) <= 1)).all()

@@ -17,16 +17,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import trimesh
 from claims import parsed, report
 from fem import eigenpairs, load, tetrahedralise
-from matplotlib.collections import PolyCollection
 from scipy.optimize import brentq
 from scipy.spatial import cKDTree
 from scipy.special import ive, spherical_jn
 from sklearn.mixture import GaussianMixture
 
 import qattn
-from qattn.pictures import figure, light, scatter, seen, signed
+from qattn.pictures import draw_mesh, figure, scatter, seen, signed
 from qattn.sampling import in_volume, on_surface, voxelize_solid, voxelize_surface
 
 DIMS = {"surface": 2, "volume": 3}
@@ -141,33 +141,17 @@ def row(name, sites, seconds, found, values):
 def draw(axis, mesh, kernel, sites, vector):
     """Red where an eigenvector is positive, blue where it is negative: the mesh itself without a kernel."""
     vertices, faces = torch.from_numpy(mesh[0]).float(), torch.from_numpy(mesh[1])
+    if kernel is None:
+        draw_mesh(axis, vertices, faces, signed(vector[faces].mean(1)))
+        return
     if isinstance(kernel, qattn.MixtureKernel):  # points drawn from each component
         draws = torch.randn(len(sites), 100, 3, generator=torch.Generator().manual_seed(0))
         sites = (sites[:, None] + draws @ torch.linalg.cholesky(kernel.tensors[1].float()).mT).reshape(-1, 3)
         vector = vector.repeat_interleave(100)
-    a, b, c = vertices[faces].unbind(1)
-    normals = torch.zeros_like(vertices)
-    for corner in faces.T:
-        normals.index_add_(0, corner, torch.linalg.cross(b - a, c - a))
-    normals = torch.nn.functional.normalize(normals, dim=-1)
-    if kernel is None:
-        sites, vector, normals = vertices[faces].mean(1), vector[faces].mean(1), normals[faces].mean(1)
-    else:
-        normals = normals[torch.from_numpy(cKDTree(vertices).query(sites)[1])]
-    view, facing = seen(sites, normals)
-    if kernel is None:
-        order = torch.argsort(view[:, 2])  # the nearest last
-        corners = seen(vertices, vertices)[0][:, :2][faces[order]]
-        colours = (signed(vector) * light(facing)).clamp(0, 1)[order]
-        axis.add_collection(
-            PolyCollection(corners.numpy(), facecolors=colours.numpy(), edgecolors="face", linewidths=0.3)
-        )
-        axis.autoscale()
-        axis.set_aspect("equal")
-        axis.axis("off")
-    else:
-        kinds = {qattn.GaussianKernel: (20, "o"), qattn.MixtureKernel: (5, "o"), qattn.VoxelKernel: (48, "s")}
-        scatter(axis, view, facing, signed(vector), *kinds[type(kernel)])
+    normals = torch.tensor(trimesh.Trimesh(*mesh, process=False).vertex_normals, dtype=torch.float32)
+    view, facing = seen(sites, normals[torch.from_numpy(cKDTree(vertices).query(sites)[1])])
+    kinds = {qattn.GaussianKernel: (20, "o"), qattn.MixtureKernel: (5, "o"), qattn.VoxelKernel: (48, "s")}
+    scatter(axis, view, facing, signed(vector), *kinds[type(kernel)])
 
 
 def claims(found, k):

@@ -14,6 +14,7 @@ __all__ = [
     "mesh",
     "one_bandwidth",
     "one_cloud",
+    "one_shape",
     "points",
     "same_dimension",
     "shares",
@@ -46,6 +47,23 @@ def one_cloud(numbers: Any, dims: int, least: int) -> Tensor:
     if tensor.ndim != 2 or len(tensor) < least:
         raise ValueError(
             f"`points` should have shape (N, {dims}), one cloud of {least} or more; got {shape_of(tensor)}."
+        )
+    return tensor
+
+
+def one_shape(name: str, numbers: Any, like: tuple[str, Tensor] | None = None) -> Tensor:
+    """Positions (N, d) of one shape, or vectors (N, d), one for each point of another, which is given by its name."""
+    tensor = points(name, numbers)
+    if tensor.ndim != 2:
+        raise ValueError(f"`{name}` should have shape (N, d), one shape; got {shape_of(tensor)}.")
+    if like is not None and (tensor.shape, tensor.dtype, tensor.device) != (
+        like[1].shape,
+        like[1].dtype,
+        like[1].device,
+    ):
+        given = (f"{shape_of(x)} {str(x.dtype).removeprefix('torch.')} {x.device}" for x in (like[1], tensor))
+        raise ValueError(
+            "`{}` should be like `{}`, {}, a row for each of its points; got {}.".format(name, like[0], *given)
         )
     return tensor
 
