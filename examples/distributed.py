@@ -31,7 +31,7 @@ def main():
     options = parser.parse_args()
 
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, timeout=datetime.timedelta(minutes=2))  # how long a rank waits for the others
+    dist.init_process_group(backend, timeout=datetime.timedelta(minutes=5))  # how long a rank waits for the others
     rank, size = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", rank % torch.cuda.device_count()) if backend == "nccl" else torch.device("cpu")
     torch.set_num_threads(max(1, torch.get_num_threads() // size))

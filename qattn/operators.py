@@ -22,6 +22,7 @@ from qattn._eager import eager
 from qattn._progress import Progress
 from qattn.kernels import GaussianKernel, Kernel, PointKernel
 from qattn.kernels.base import GaussianPoints
+from qattn.ranks import Ranks
 from qattn.solver import SinkhornResult, apply, apply_transpose, log_of_mass, sinkhorn
 
 __all__ = ["NORMALIZATIONS", "Diffusion", "diffusion"]
@@ -36,6 +37,7 @@ class _Operator(ABC):
 
     _shape: torch.Size
     _device: torch.device
+    _ranks: Ranks
 
     @abstractmethod
     def _apply(self, signal: Tensor) -> Tensor:
@@ -48,10 +50,19 @@ class _Operator(ABC):
 
     @eager
     def __matmul__(self, signal: Any) -> Any:
-        """Applies it to a signal (M,), (M, C) or (*batch, M, C); arrays come back as arrays."""
-        values = _checks.signal(signal, self._shape, self._device)
+        """Applies it to a signal (M,), (M, C) or (*batch, M, C); arrays come back as arrays, DTensors as DTensors."""
+        values = _checks.signal(signal, self._shape, self._device, self._ranks)
         result = self._apply(values[:, None])[..., 0] if values.ndim == 1 else self._apply(values)
-        return result if isinstance(signal, Tensor) else result.numpy(force=True)
+        return _as_given(result, signal)
+
+
+def _as_given(result: Tensor, signal: Any) -> Any:
+    """What the signal is: a tensor, an array, or a DTensor that lies on the same ranks."""
+    if hasattr(signal, "to_local"):
+        from qattn.distributed.shards import as_dtensor  # here, because few ever need it
+
+        return as_dtensor(result, signal)
+    return result if isinstance(signal, Tensor) else result.numpy(force=True)
 
 
 class Diffusion(_Operator):
@@ -77,7 +88,7 @@ class Diffusion(_Operator):
         self.kernel, self.normalization = kernel, normalization
         self.applied: Any = None
         self._mass, self._left, self._right, self._result, self._is_numpy = mass, left, right, result, is_numpy
-        self._shape, self._device = kernel.shape, kernel.device
+        self._shape, self._device, self._ranks = kernel.shape, kernel.device, kernel.ranks
 
     def __repr__(self) -> str:
         error = float(self._error.amax())
@@ -236,7 +247,7 @@ class _Transpose(_Operator):
 
     def __init__(self, q: Diffusion) -> None:
         self.T = q
-        self._shape, self._device = q.shape, q.kernel.device
+        self._shape, self._device, self._ranks = q.shape, q.kernel.device, q.kernel.ranks
 
     def _apply(self, signal: Tensor) -> Tensor:
         q, log_mass = self.T, log_of_mass(self.T._mass)
@@ -249,7 +260,10 @@ class _Extension(_Operator):
 
     def __init__(self, q: Diffusion, kernel: PointKernel) -> None:
         self._q, self._kernel = q, kernel
-        self._shape, self._device = kernel.shape, kernel.device
+        self._shape, self._device, self._ranks = kernel.shape, kernel.device, kernel.ranks
+
+    def __matmul__(self, signal: Any) -> Any:  # a shard at points elsewhere, whatever the signal is a part of
+        return super().__matmul__(_checks.own_part("signal", signal, -2, self._ranks))
 
     def _apply(self, signal: Tensor) -> Tensor:
         log_mass = log_of_mass(self._q._mass)
@@ -305,7 +319,7 @@ def diffusion(
     gaussian = partial(GaussianKernel, tol=min(10 * tol, _KERNEL_TOL) or _KERNEL_TOL)
     k: Kernel = _checks.kernel_of(points_or_kernel, sigma, kernel, Kernel, gaussian)
     mass = _checks.mass(k.mass if mass is None else mass, k)
-    value = None if signal is None else _checks.signal(signal, k.shape, k.device)
+    value = None if signal is None else _checks.signal(signal, k.shape, k.device, k.ranks)
     columns = value[:, None] if value is not None and value.ndim == 1 else value
     zero = torch.zeros(k.shape[:-1], dtype=k.dtype, device=k.device)
     result = None
@@ -323,5 +337,5 @@ def diffusion(
     if value is not None and columns is not None:
         out = q._apply(columns) if result is None or result.out is None else result.out
         out = out[..., 0] if value.ndim == 1 else out
-        q.applied = out if isinstance(signal, Tensor) else out.numpy(force=True)
+        q.applied = _as_given(out, signal)
     return q

@@ -125,7 +125,7 @@ def sinkhorn(
     _checks.one_of("iteration", iteration, ITERATIONS)
     mass = _checks.mass(kernel.mass if mass is None else mass, kernel)
     log_mass = log_of_mass(mass)
-    start = None if init is None else _checks.potential(init, kernel.shape[:-1], kernel.dtype, kernel.device)
+    start = None if init is None else _checks.potential(init, kernel)
     tensors = mass, *kernel.tensors, *(() if value is None else (value,))
     needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     with torch.set_grad_enabled(torch.is_grad_enabled() and adjoint == "unroll"):

@@ -20,7 +20,7 @@ from torch import Tensor
 from qattn import _checks
 from qattn._eager import eager
 from qattn._progress import Progress
-from qattn.kernels import GaussianKernel
+from qattn.kernels.base import GaussianPoints
 from qattn.operators import Diffusion, diffusion
 from qattn.ranks import ALONE, Ranks
 from qattn.solver import log_of_mass
@@ -284,16 +284,16 @@ def _start(
 def _coarse(q: Diffusion, size: int, progress: Progress) -> Tensor | None:
     """The modes of a coarser level, at all points; None for kernels of other things than points, or of few of them."""
     kernel, N = q.kernel, q.shape[-1]
-    if not isinstance(kernel, GaussianKernel) or max(_LEAST, 4 * _COARSER * size) > N:
+    if not isinstance(kernel, GaussianPoints) or max(_LEAST, 4 * _COARSER * size) > _count(q):
         return None
     points, mass = kernel.points.detach(), q._mass.detach().expand(N)
-    centres, masses = _centres(points, mass)
+    centres, masses = _centres(points, mass)  # on each rank of its own points
     # Centres see fewer neighbours than points, by as much as they are fewer: the bandwidth makes up for it.
     zero = torch.zeros(N, dtype=kernel.dtype, device=mass.device)
-    some = kernel.at(centres[:: max(1, len(centres) // 256)])
-    neighbours = float(torch.exp(some.attend(zero).lse).median()) / _COARSER
+    some = kernel.at(centres[:: max(1, len(centres) // 256)]).attend(zero).lse
+    neighbours = float(torch.exp(torch.cat(kernel.ranks.joined(some))).median()) / _COARSER
     sigma = float(kernel.sigma) * max(1.0, math.sqrt(_NEIGHBOURS / neighbours))
-    small = diffusion(centres, sigma, masses)
+    small = diffusion(kernel.moved(centres, sigma), mass=masses)
     spectrum, _ = _solved(small, size, 0.1, 100, None, progress)
     return small.extend(points) @ spectrum.vectors
 

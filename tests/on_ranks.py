@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import qattn
-from qattn.distributed import Group, ShardedGaussian, gather, shard
+from qattn.distributed import Group, ShardedGaussian, compact, gather, shard
 
 SIGMA, TOL = 0.4, {"exact": 1e-10, "tiles": 1e-6, "fourier": 1e-6}
 
@@ -182,8 +183,8 @@ def subgroups(method):
 
 
 def spectra(method):
-    """Eigenpairs of few points, by the whole matrix, and of many, by blocks."""
-    for N, sigma in ((230, SIGMA), (1500, 0.3)):
+    """Eigenpairs of few points, by the whole matrix; of more, by blocks; of many, from those of coarser levels."""
+    for N, sigma in ((230, SIGMA), (1500, 0.3), (5000, 0.2)):
         points, mass, signal = cloud(N)
         whole = qattn.diffusion(qattn.GaussianKernel(points, sigma, method="exact"), mass=mass, tol=1e-9)
         expected = qattn.eigsh(whole, 4, tol=1e-5)
@@ -200,6 +201,68 @@ def spectra(method):
             assert "sharded over several" in refusal(
                 lambda s=spectrum: qattn.maps.point_map(s, s, torch.eye(4).double())
             )
+
+
+def compacted(method):
+    """Points that lie anywhere come to lie near one another, with all that belongs to them, and none is lost."""
+    points, mass, signal = cloud(3000)
+    size = dist.get_world_size()
+    for index in (*shares(3000), torch.arange(3000)[dist.get_rank() :: size]):
+        order = torch.cat(Group().joined(index))  # the numbers count over the ranks
+        numbers, x, m, f = compact(points[index], mass[index].float(), signal[index])
+        close(x, points[order[numbers]])
+        close(m, mass[order[numbers]].float())
+        close(f, signal[order[numbers]])
+        everyone = torch.cat(Group().joined(numbers))
+        assert (everyone.sort().values == torch.arange(3000)).all()
+        assert 0.9 * 3000 / size < len(x) < 1.1 * 3000 / size
+        sides = torch.stack([points.amax(0) - points.amin(0), x.amax(0) - x.amin(0)])
+        assert (sides[1] < 0.7 * sides[0]).any()  # a part of space
+    kernel = ShardedGaussian(x, 0.2, method=method)
+    whole = qattn.diffusion(qattn.GaussianKernel(points, 0.2, method="exact"), mass=mass)
+    q = qattn.diffusion(kernel, mass=m)
+    close(q @ f, (whole @ signal)[order[numbers]], 1e-2)
+    same = torch.zeros(7 * (dist.get_rank() == 0), 3)  # in one place, on one rank
+    assert sum(len(part) for part in Group().joined(compact(same)[0])) == 7
+    assert [len(part) for part in compact(same[:0])] == [0, 0]
+    assert "one row a point" in refusal(lambda: compact(points[:5], mass[:4]))
+
+
+def dtensors(method):
+    """DTensors in, DTensors out, also where the points cannot be shared out evenly, and gradients by them."""
+    for N in (230, 231, 1):
+        points, _, signal = cloud(N)
+        mass = torch.linspace(1, 2, N).double()
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        whole = points.clone().requires_grad_()
+        expected = qattn.diffusion(qattn.GaussianKernel(whole, SIGMA, method="exact"), mass=mass, tol=1e-9) @ signal
+        expected.square().sum().backward()
+        sharded = distribute_tensor(points, mesh, [Shard(0)]).requires_grad_()
+        masses, signals = (distribute_tensor(x, mesh, [Shard(0)]) for x in (mass, signal))
+        q = qattn.diffusion(ShardedGaussian(sharded, SIGMA, method=method, tol=1e-9), mass=masses, tol=1e-9)
+        found = q @ signals
+        assert isinstance(found, DTensor)
+        close(found.full_tensor(), expected.detach(), 1e-7)
+        close((q @ signals[:, 0]).full_tensor(), expected[:, 0].detach(), 1e-7)
+        found.to_local().square().sum().backward()
+        close(sharded.grad.full_tensor(), whole.grad, 1e-5)
+        there = q.extend(points[:3]) @ signals  # which all ranks ask for
+        close(
+            there,
+            (qattn.diffusion(qattn.GaussianKernel(points, SIGMA), mass=mass, tol=1e-9).extend(points[:3]) @ signal),
+            1e-7,
+        )
+        applied = qattn.diffusion(q.kernel, mass=masses, signal=signals, init=q.potential).applied
+        close(applied.full_tensor(), expected.detach(), 1e-2)
+        heads = qattn.diffusion(ShardedGaussian(sharded.detach(), [0.3, 0.6], method=method)) @ signals
+        assert heads.shape == (2, N, 2)
+        assert heads.full_tensor().shape == (2, N, 2)
+    alone = qattn.GaussianKernel(points, SIGMA)
+    replicated = distribute_tensor(points, mesh, [Replicate()])
+    assert "redistribute" in refusal(lambda: ShardedGaussian(replicated, SIGMA))
+    assert "ShardedGaussian" in refusal(lambda: qattn.GaussianKernel(sharded, SIGMA))
+    assert "full_tensor" in refusal(lambda: qattn.diffusion(alone) @ signals)
+    assert "full_tensor" in refusal(lambda: qattn.diffusion(alone, mass=masses))
 
 
 def choices(_):
@@ -246,6 +309,22 @@ def networks(method):
     assert block(features[index], points[index]).shape == (len(index), 2)
 
 
+def compiled_in_bfloat16(method):
+    """A network on a cloud over all ranks, traced, and under autocast."""
+    points, mass, features = (x.float() for x in cloud(120))
+    index = shard(points)
+    torch.manual_seed(0)
+    network = qattn.nn.QDiffNet(2, 3, num_scales=2, features=2, sigma=(0.2, 1.0), method=method, sharded=True)
+    expected = network(features[index], points[index], mass[index])
+    traced = torch.compile(network, backend="eager")
+    close(traced(features[index], points[index], mass[index]), expected, 1e-5)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = network(features[index], points[index], mass[index])
+    close(found.float(), expected, 0.05)
+    found.float().square().sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in network.parameters())
+
+
 def fully_sharded(method):
     """FSDP has the gradients of one process, with a cloud for each rank and with one over all of them."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -287,15 +366,20 @@ def refusals(_):
 
 
 def killed(method):
-    """Saves a potential, and goes on solving until rank 1 is killed, or stopped, in the middle of it."""
+    """Saves a potential, and goes on solving until rank 1 is killed, or stopped, in the middle of it.
+
+    The group that is short of patience comes second, as ranks may take long to compile.
+    """
     points, mass, _ = cloud()
     index = shard(points)
-    kernel = ShardedGaussian(points[index], SIGMA, method=method)
     warnings.simplefilter("ignore")
-    result = qattn.sinkhorn(kernel, mass[index], max_iter=4, tol=1e-9)
+    result = qattn.sinkhorn(ShardedGaussian(points[index], SIGMA, method=method), mass[index], max_iter=4, tol=1e-9)
     torch.save(result.potential, Path(os.environ["FOLDER"]) / f"{dist.get_rank()}.pt")
+    group = dist.new_group(timeout=datetime.timedelta(seconds=float(os.environ["TIMEOUT"])))
+    dist.barrier()
     if dist.get_rank() == 1:
         Timer(0.5, lambda: os.kill(os.getpid(), int(os.environ["SIGNAL"]))).start()
+    kernel = ShardedGaussian(points[index], SIGMA, method=method, group=group)
     qattn.sinkhorn(kernel, mass[index], max_iter=10**6, tol=0)
 
 
@@ -315,8 +399,19 @@ def restarted(method):
 CHECKS = {
     function.__name__: function
     for function in (
-        *(same_as_one, near_and_far, batches_and_heads, gradients, subgroups, spectra, choices, refusals),
-        *(networks, fully_sharded),
+        *(
+            same_as_one,
+            near_and_far,
+            batches_and_heads,
+            gradients,
+            subgroups,
+            spectra,
+            compacted,
+            dtensors,
+            choices,
+            refusals,
+        ),
+        *(networks, compiled_in_bfloat16, fully_sharded),
         *(killed, restarted),
     )
 }
@@ -325,8 +420,7 @@ CHECKS = {
 def run(rank, port, size, checks):
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    seconds = float(os.environ.get("TIMEOUT", "120"))
-    dist.init_process_group("gloo", rank=rank, world_size=size, timeout=datetime.timedelta(seconds=seconds))
+    dist.init_process_group("gloo", rank=rank, world_size=size, timeout=datetime.timedelta(minutes=5))
     for check in checks:
         name, method = check.split(":")
         torch.manual_seed(0)

@@ -199,6 +199,9 @@ def test_mass_of_meshes_is_area_and_of_clouds_one_over_density():
         ("spectrum in.ply -o out.ply", "out.ply should end in .npz"),
         ("spectrum in.ply -o out.npz --plot out.gif", "out.gif should end in .png"),
         ("mass mask.npy -o out.ply", "mask.npy holds a grid"),
+        ("bench mask.npy", "mask.npy holds a grid"),
+        ("bench --points 10", "`--points` should be an integer of at least 1000"),
+        ("bench --limit 0", "--limit should be positive"),
         ("demo -o out.gif", "out.gif should end in .png"),
         ("demo --points 10", "`--points` should be an integer of at least 1000"),
     ],
@@ -229,8 +232,18 @@ def test_warnings_take_one_line_each(monkeypatch):
 
 
 def test_every_command_explains_itself():
-    for command in ("info", "diffuse", "spectrum", "mass"):
+    for command in ("info", "diffuse", "spectrum", "mass", "bench"):
         assert "FILE" in run(command, "--help")
+
+
+def test_bench_compares_the_methods(tmp_path):
+    text = run("bench", "--points", 6000, "--sigma", "3x", "--sigma", "10%")
+    for fact in ("6,000 points", "← auto", "exact", "tiles", "fourier", "1×"):
+        assert fact in text
+    cloud(5000, mass=torch.rand(5000).numpy())
+    text = run("bench", "in.ply", "--sigma", "3x", "--limit", 1e-6)
+    assert text.count("left out") == 2  # all but that which is taken
+    assert len(list(tmp_path.iterdir())) == 1  # it writes nothing
 
 
 def test_demo_prints_figures_and_draws(tmp_path):

@@ -128,6 +128,27 @@ def test_compiled_once_and_kept_on_disk():
     assert run.stdout.split() == ["1", "0"]
 
 
+def test_what_is_kept_is_what_was_compiled(tmp_path):
+    """Numba's own files can be exchanged by processes that compile at once, and stale ones be loaded."""
+    from qattn.attention import _loops
+
+    kept = _loops.attend_tiles._cache._cache_file
+    assert isinstance(kept, _compiled._Files)
+
+    old, new, other = (_compiled._Files(tmp_path, "loop-7.py311", stamp) for stamp in ("old", "new", "new"))
+    unrelated = _compiled._Files(tmp_path, "loop-71.py311", "old")
+    for files in (old, unrelated):
+        files.save("float32", "old code")
+    assert new.load("float32") is None
+    new.save("float32", "code for float32")
+    other.save("float64", "code for float64")
+    for files in (new, other):
+        assert [files.load(key) for key in ("float32", "float64")] == ["code for float32", "code for float64"]
+    assert old.load("float32") is None  # removed
+    assert unrelated.load("float32") == "old code"
+    assert len(list(tmp_path.iterdir())) == 3
+
+
 def test_works_where_nothing_can_be_kept():
     run = subprocess.run([sys.executable, "-c", SCRIPT, "nowhere"], capture_output=True, text=True, check=True)
     assert run.stdout.split() == ["0", "1"]

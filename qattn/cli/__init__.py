@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 import qattn
+from qattn.cli.bench import bench
 from qattn.cli.demo import demo
 from qattn.cli.files import diffuse, info, mass, spectrum
 from qattn.cli.kernels import doctor
@@ -14,7 +15,7 @@ __all__ = ["app"]
 app = typer.Typer(
     help="Diffusion operators by attention.", no_args_is_help=True, add_completion=False, rich_markup_mode="markdown"
 )
-for _command in (doctor, demo, info, diffuse, spectrum, mass):
+for _command in (doctor, demo, info, diffuse, spectrum, mass, bench):
     app.command()(_command)
 
 

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 import typer
 from numpy.typing import NDArray
-from rich.console import Console
 
 from qattn import _checks, io
-from qattn.cli.sigma import bandwidth, spacing
+from qattn.cli.reading import File, read_cloud, read_shape
+from qattn.cli.sigma import ABOUT_SIGMA, bandwidth, spacing
 from qattn.cli.speaking import one_sentence
 from qattn.io import Cloud, Grid
 from qattn.io.writing import can_write
@@ -26,11 +26,7 @@ __all__ = ["diffuse", "info", "mass", "spectrum"]
 Array = NDArray[Any]
 
 _TOL = 1e-4  # of row sums: a result that is kept may cost two passes more than the default
-_ABOUT_SIGMA = "The bandwidth: a length (0.05), spacings (3x) or a part of the diagonal of the box (2%)."
 
-File = Annotated[
-    Path, typer.Argument(metavar="FILE", help=f"What to read: {', '.join(io.FORMATS)}.", show_default=False)
-]
 Output = Annotated[
     Path, typer.Option("--output", "-o", metavar="OUT", help="Where to write: .ply or .npz.", show_default=False)
 ]
@@ -42,7 +38,7 @@ def info(file: File) -> None:
     Spacing is the mean distance of a point to the nearest other one, extent the diagonal of the box.
     """
     with one_sentence():
-        shape = _read(file)
+        shape = read_shape(file)
         facts = _grid_facts(shape) if isinstance(shape, Grid) else _cloud_facts(shape)
         for name, text in [*facts, ("suggested σ", _suggestion(spacing(shape), shape.extent))]:
             typer.echo(f"{name:13}{text}")
@@ -51,7 +47,7 @@ def info(file: File) -> None:
 def diffuse(
     file: File,
     out: Output,
-    sigma: Annotated[str, typer.Option(help=_ABOUT_SIGMA, show_default=False)],
+    sigma: Annotated[str, typer.Option(help=ABOUT_SIGMA, show_default=False)],
     signal: Annotated[
         list[str], typer.Option(metavar="NAME", help="What to diffuse: an attribute, or xyz. May be given repeatedly.")
     ] = ["xyz"],  # noqa: B006 (typer copies it)
@@ -64,7 +60,7 @@ def diffuse(
     """
     with one_sentence():
         can_write(out, (".ply", ".npz"))
-        cloud = _cloud(file)
+        cloud = read_cloud(file)
         _checks.integer("--steps", steps, 1)
         signals = [_signal(cloud, name) for name in signal]
         length = bandwidth(sigma, cloud)
@@ -92,7 +88,7 @@ def spectrum(
         Path, typer.Option("--output", "-o", metavar="OUT", help="Where to write: .npz.", show_default=False)
     ],
     k: Annotated[int, typer.Option("-k", help="How many eigenpairs.")] = 64,
-    sigma: Annotated[str, typer.Option(help=_ABOUT_SIGMA)] = "3x",
+    sigma: Annotated[str, typer.Option(help=ABOUT_SIGMA)] = "3x",
     plot: Annotated[
         Path | None, typer.Option(metavar="PNG", help="A picture of the first modes and eigenvalues.")
     ] = None,
@@ -105,7 +101,7 @@ def spectrum(
         can_write(out, (".npz",))
         if plot is not None:
             can_write(plot, (".png",))
-        shape = _read(file)
+        shape = read_shape(file)
         length = bandwidth(sigma, shape)
         kernel = shape.kernel(length)
         found = eigsh(diffusion(kernel, mass=shape.mass if isinstance(shape, Cloud) else None, tol=_TOL), k=k)
@@ -137,7 +133,7 @@ def mass(
     file: File,
     out: Output,
     sigma: Annotated[
-        str | None, typer.Option(help=f"{_ABOUT_SIGMA} By default areas for meshes and 3x for clouds.")
+        str | None, typer.Option(help=f"{ABOUT_SIGMA} By default areas for meshes and 3x for clouds.")
     ] = None,
 ) -> None:
     """Weigh points by how much of the shape each stands for, and write it as the attribute `mass`.
@@ -147,7 +143,7 @@ def mass(
     """
     with one_sentence():
         can_write(out, (".ply", ".npz"))
-        cloud = _cloud(file)
+        cloud = read_cloud(file)
         if cloud.faces is not None and sigma is None:
             masses, what = vertex_areas(cloud.points, cloud.faces), "areas"
         else:
@@ -157,18 +153,6 @@ def mass(
         low, middle, high = np.quantile(masses, [0, 0.5, 1])
         total = masses.sum(dtype=np.float64)
         typer.echo(f"{out}: {what}; sum {total:.4g}, least {low:.3g}, median {middle:.3g}, most {high:.3g}")
-
-
-def _read(file: Path) -> Cloud | Grid:
-    with Console(stderr=True).status(f"reading {file}"):
-        return io.read(file)
-
-
-def _cloud(file: Path) -> Cloud:
-    shape = _read(file)
-    if isinstance(shape, Grid):
-        raise ValueError(f"{file} holds a grid, and this takes clouds, meshes and splats.")
-    return shape
 
 
 def _signal(cloud: Cloud, name: str) -> Array:

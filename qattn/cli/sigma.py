@@ -7,7 +7,9 @@ import numpy as np
 
 from qattn.io import Cloud, Grid
 
-__all__ = ["bandwidth", "spacing"]
+__all__ = ["ABOUT_SIGMA", "bandwidth", "spacing"]
+
+ABOUT_SIGMA = "The bandwidth: a length (0.05), spacings (3x) or a part of the diagonal of the box (2%)."
 
 
 def spacing(shape: Cloud | Grid) -> float:

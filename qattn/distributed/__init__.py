@@ -2,6 +2,6 @@
 
 from qattn.distributed.group import Group
 from qattn.distributed.kernel import ShardedGaussian
-from qattn.distributed.shards import gather, shard
+from qattn.distributed.shards import compact, gather, shard
 
-__all__ = ["Group", "ShardedGaussian", "gather", "shard"]
+__all__ = ["Group", "ShardedGaussian", "compact", "gather", "shard"]

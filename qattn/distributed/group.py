@@ -132,5 +132,6 @@ def pack(*tensors: Tensor) -> Tensor:
 def unpack(packed: Tensor, widths: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
     """The tensors (n, w) that were packed."""
     sizes = [width * dtype.itemsize for width, dtype in zip(widths, dtypes, strict=True)]
-    columns = packed.split(sizes, dim=-1)
-    return [column.contiguous().view(dtype) for column, dtype in zip(columns, dtypes, strict=True)]
+    # Copied even if contiguous, as a single row is, whatever its stride, which has to be a multiple of the new dtype.
+    columns = [column.clone(memory_format=torch.contiguous_format) for column in packed.split(sizes, dim=-1)]
+    return [column.view(dtype) for column, dtype in zip(columns, dtypes, strict=True)]

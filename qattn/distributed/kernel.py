@@ -36,9 +36,11 @@ class ShardedGaussian(GaussianPoints):
     length 0.
 
     Args:
-        points: This rank's positions, of shape (*batch, n, d); n may differ, and be 0.
+        points: This rank's positions, of shape (*batch, n, d); n may differ, and be 0. Or a DTensor (*batch, N, d) that
+            is sharded along its points; masses and signals may then be DTensors too, and results of such signals are.
         sigma: The bandwidth σ > 0, the same on all ranks: a number, or H numbers, which give a head axis before n.
-        group: The process group; None for that of all processes. Its timeout is how long a rank waits for the others.
+        group: The process group; None for that of all processes, or of a DTensor. Its timeout is how long a rank waits
+            for the others.
         method: "exact" computes all pairs, with blocks of points that go around the ranks; "tiles" exchanges only the
             points that are near other ranks, which are few if shards are compact; "fourier" adds up modes. "auto" takes
             the cheapest, the same on all ranks; see `GaussianKernel`.
@@ -57,7 +59,10 @@ class ShardedGaussian(GaussianPoints):
         backend: str = "auto",
     ) -> None:
         _checks.positive("`tol`", tol)
-        self._points = self._targets = _checks.points("points", points, least=0)
+        own = _checks.own_part("points", points, -2, None)
+        if own is not points and group is None:
+            group = points.device_mesh.get_group()
+        self._points = self._targets = _checks.points("points", own, least=0)
         self._sigma = _checks.bandwidth(sigma, self._points)
         self._method, self._tol, self._backend = method, tol, backend
         self._group = group if isinstance(group, Group) else Group(group)
@@ -154,6 +159,9 @@ class ShardedGaussian(GaussianPoints):
         targets = _checks.points("points", points, least=0).to(self._points)
         _checks.same_dimension(targets, self._points)
         return self._remade(_targets=targets, _shards=Shards(self._group, targets, self._points))
+
+    def moved(self, points: Tensor, sigma: float) -> "ShardedGaussian":
+        return ShardedGaussian(points, sigma, group=self._group)
 
     def for_channels(self, channels: int) -> "ShardedGaussian":
         return self._remade(_work=Work(sums=0, channels=channels))

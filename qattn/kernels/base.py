@@ -152,6 +152,10 @@ class GaussianPoints(PointKernel):
         """The same kernel, with what another one has prepared for the same points: their order."""
 
     @abstractmethod
+    def moved(self, points: Tensor, sigma: float) -> "GaussianPoints":
+        """A kernel of the same kind, of other points (N, d) with another bandwidth, by any method."""
+
+    @abstractmethod
     def for_channels(self, channels: int) -> "GaussianPoints":
         """The same kernel by the method that is cheapest to apply to so many channels, again and again."""
 

@@ -13,7 +13,7 @@ from qattn.attention.api import attend_by
 from qattn.attention.backend import Engine
 from qattn.attention.dispatch import select
 from qattn.kernels.base import GaussianPoints
-from qattn.kernels.methods import Methods, Work
+from qattn.kernels.methods import Choice, Methods, Work
 from qattn.kernels.prepared import attend_by_heads, attend_prepared
 from qattn.kernels.sites import Sites, scaled
 
@@ -71,12 +71,12 @@ class GaussianKernel(GaussianPoints):
 
     def __repr__(self) -> str:
         sigma = f"{float(self._sigma):g}" if self._sigma.ndim == 0 else f"{len(self._sigma)} bandwidths"
-        methods = ", ".join(dict.fromkeys(choice.method for choice in self._methods.choices))
+        methods = ", ".join(dict.fromkeys(choice.method for choice in self.choices))
         return f"GaussianKernel({tuple(self._points.shape)}, sigma={sigma}, method={methods!r})"
 
     def __str__(self) -> str:
         lines = [repr(self)]
-        for sigma, choice in zip(self._sigma.reshape(-1).tolist(), self._methods.choices, strict=True):
+        for sigma, choice in zip(self._sigma.reshape(-1).tolist(), self.choices, strict=True):
             lines += [f"  sigma = {sigma:g}"] * self._sigma.ndim + [str(choice)]
         return "\n".join(lines)
 
@@ -95,9 +95,14 @@ class GaussianKernel(GaussianPoints):
         return self._sigma
 
     @property
+    def choices(self) -> list[Choice]:
+        """What speaks for and against each method, and which is taken: one a bandwidth."""
+        return self._methods.choices
+
+    @property
     def method(self) -> str | tuple[str, ...]:
         """The method in use: a word, or one for each head."""
-        methods = tuple(choice.method for choice in self._methods.choices)
+        methods = tuple(choice.method for choice in self.choices)
         return methods[0] if self._sigma.ndim == 0 else methods
 
     @property
@@ -148,6 +153,9 @@ class GaussianKernel(GaussianPoints):
         kernel = self._with(_sites=other._sites)
         kernel._methods = kernel._make_methods()
         return kernel
+
+    def moved(self, points: Tensor, sigma: float) -> "GaussianKernel":
+        return GaussianKernel(points, sigma)
 
     def for_channels(self, channels: int) -> "GaussianKernel":
         """The same kernel by the method that is cheapest to apply to so many channels, again and again."""
