@@ -237,8 +237,8 @@ def draw(tests, found, errors, options):
             scatter(axis, view, towards_the_eye(view), colours, 60_000 / options.points, title=title)
     for axis, inputs in zip(axes[:, -1], INPUTS, strict=True):
         for side, name, colour in zip((-0.2, 0.2), COMPARED, ("C1", "C0"), strict=True):
-            table = errors[inputs, name]  # (seeds, kinds)
-            places = torch.arange(len(MISSING)) + side
+            table = errors[inputs, name].numpy()  # (seeds, kinds)
+            places = [place + side for place in range(len(MISSING))]
             axis.bar(places, table.mean(0), 0.38, color=colour, label=name)
             axis.plot(places, table.T, ".", color="0.2", markersize=5)
         axis.set(xticks=range(len(MISSING)), xticklabels=MISSING.values(), ylabel="geodesic error in %")
