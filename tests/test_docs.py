@@ -43,10 +43,14 @@ def test_commands_of_a_page_run(page, tmp_path, monkeypatch):
         assert all((tmp_path / word).exists() for word in line if word.endswith((".ply", ".npz", ".png")))
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", ROOT / "examples" / "paper" / "README.md", *PAGES], ids=lambda page: page.stem
+)
 def test_what_a_page_names_exists(page):
     text = page.read_text()
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"(?:`|^)make ([a-z]+)", text, re.MULTILINE)) <= targets
     for script in re.findall(r"((?:examples|benchmarks)/[\w/]+\.py)", text):
         assert (ROOT / script).exists()
+    for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", text):
+        assert (page.parent / link).exists() or link in ("readme.md", "paper.md")  # pages that the site makes
