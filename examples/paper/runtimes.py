@@ -153,9 +153,7 @@ def main():
     }
     spread = "; ".join(f"{name}: {min(error):.0e} to {max(error):.0e}" for name, error in errors.items())
     is_exact = max(errors["qattn"]) <= 1e-3 < min(min(errors[name]) for name in GRAPHS.values())
-    report(
-        *claims, ("a k-NN graph stands for the kernel (no error is given)", f"errors of row sums, {spread}", is_exact)
-    )
+    report(*claims, ("no errors are given", f"those of row sums are, {spread}", is_exact))
 
 
 if __name__ == "__main__":
