@@ -1,10 +1,13 @@
 """Each example runs, in small, and draws its picture."""
 
+import importlib
 import runpy
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 import qattn
 
@@ -28,3 +31,13 @@ def test_an_example_draws_its_picture(path, tmp_path, monkeypatch, capsys):
     runpy.run_path(str(path), run_name="__main__")
     assert (tmp_path / f"{path.stem}.png").read_bytes()[:4] == b"\x89PNG"
     assert f"wrote {path.stem}.png" in capsys.readouterr().out
+
+
+def test_a_claim_that_does_not_hold_fails(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(FOLDER / "paper"))
+    claims = importlib.import_module("claims")
+    claims.report(("1 + 1 = 2", "2", True), ("1 = 2", "no", None))
+    assert capsys.readouterr().out.count("the paper") == 2
+    for false in (False, np.bool_(False), torch.tensor(False)):
+        with pytest.raises(SystemExit, match="1 of 2 claims did not hold"):
+            claims.report(("1 + 1 = 2", "2", np.bool_(True)), ("1 + 1 = 3", "2", false))
