@@ -38,7 +38,7 @@ def main():
     for axis, steps in zip(picture.subplots(1, 4), (1, 8, 32, 128), strict=True):
         density, done = q.power(steps - done, density), steps
         print(f"{steps:6d} {float(density.mean()):9.6f} {float(density.min()):9.1e} {float(density.max()):9.1e}")
-        scatter(axis, *seen(points, normals), heat(density), size=14 * 20_000 / N, title=f"$Q^{{{steps}}}\\delta$")
+        scatter(axis, *seen(points, normals), heat(density), size=28 * 20_000 / N, title=f"$Q^{{{steps}}}\\delta$")
     picture.savefig(options.output, dpi=110)
     print(f"wrote {options.output}")
 

@@ -80,7 +80,7 @@ def draw_mixture(axis, kernel, density):
     draws = torch.randn(len(density), 150, 3, generator=torch.Generator().manual_seed(0))
     points = kernel.means.float()[:, None] + draws @ torch.linalg.cholesky(covariances).mT
     points, colour = points.reshape(-1, 3), heat(density).repeat_interleave(150, 0)
-    scatter(axis, *seen(points, normals_at(points)), colour, 5)
+    scatter(axis, *seen(points, normals_at(points)), colour, 12)
 
 
 def draw_graph(axis, points, pairs, density):
@@ -129,7 +129,7 @@ def main():
         elif name == "vertices":
             draw_graph(axis, points, pairs, density)
         else:
-            size, marker = (10, "o") if name == "points" else (22, "s")
+            size, marker = (24, "o") if name == "points" else (22, "s")
             scatter(axis, *seen(points, normals_at(points)), heat(density), size, marker)
         axis.set_title(f"{len(points):,} {name}", fontsize=15)
         axis.set_aspect("equal")
