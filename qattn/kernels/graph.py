@@ -41,13 +41,8 @@ class GraphKernel(Kernel):
                 "Give an `eps` > 0, or leave them out."
             )
         vertices = torch.arange(size, device=index.device)
-        joined = torch.sparse_coo_tensor(
-            torch.cat([index, vertices.expand(2, -1)], dim=1),
-            torch.cat([weight, degrees]),
-            (size, size),
-            check_invariants=False,  # said, or torch warns that it does not check
-        ).coalesce()
-        index, entries = joined.indices(), joined.values()
+        joined = torch.cat([index, vertices.expand(2, -1)], dim=1)
+        index, entries = _checks.sorted_edges(joined, torch.cat([weight, degrees]), size)
         is_edge = entries > 0
         self._edges = Edges(index[:, is_edge], torch.log(entries[is_edge]), size)
 
