@@ -5,9 +5,8 @@ from torch import Tensor
 
 __all__ = ["nearest"]
 
-_TREE_AXES = (
-    20  # above, trees visit most of their leaves unless the clouds are nearly the same, and products are faster
-)
+# With more axes, trees visit most of their leaves unless the clouds are nearly the same, and products are faster.
+_TREE_AXES = 20
 _AT_ONCE = 2**22  # distances that are held at once, but at least 16 rows of them
 
 

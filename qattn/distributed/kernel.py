@@ -97,18 +97,8 @@ class ShardedGaussian(GaussianPoints):
         )
 
     @property
-    def points(self) -> Tensor:
-        """The positions x of this rank, shape (*batch, n, d)."""
-        return self._points
-
-    @property
     def centred(self) -> Tensor:
         return self._points - self._shards.origin.to(self._points)
-
-    @property
-    def sigma(self) -> Tensor:
-        """The bandwidth σ, a tensor without axes or of shape (H,)."""
-        return self._sigma
 
     @property
     def method(self) -> str | tuple[str, ...]:
@@ -129,19 +119,6 @@ class ShardedGaussian(GaussianPoints):
     def mass(self) -> Tensor:
         """1/N for each point, N the number of points of all ranks."""
         return torch.full((self._points.shape[-2],), 1 / self._shards.total, dtype=self.dtype, device=self.device)
-
-    @property
-    def shape(self) -> torch.Size:
-        batch = torch.broadcast_shapes(self._targets.shape[:-2], self._points.shape[:-2])
-        return torch.Size((*batch, *self._sigma.shape, self._targets.shape[-2], self._points.shape[-2]))
-
-    @property
-    def _is_self(self) -> bool:
-        return self._targets is self._points
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self._points, self._sigma) if self._is_self else (self._points, self._sigma, self._targets)
 
     def replace(self, *tensors: Tensor) -> "ShardedGaussian":
         points, sigma = tensors[:2]

@@ -132,20 +132,37 @@ class PointKernel(Kernel):
 class GaussianPoints(PointKernel):
     """A Gaussian kernel of points, which has gradients in space; its points are here, or a shard of them."""
 
+    _points: Tensor
+    _targets: Tensor  # the same object for a cloud and itself
+    _sigma: Tensor
+
     @property
-    @abstractmethod
     def points(self) -> Tensor:
-        """The positions x, shape (*batch, N, d)."""
+        """The positions x, shape (*batch, N, d), of a sharded cloud those of this rank."""
+        return self._points
+
+    @property
+    def sigma(self) -> Tensor:
+        """The bandwidth σ, a tensor without axes or of shape (H,)."""
+        return self._sigma
+
+    @property
+    def shape(self) -> torch.Size:
+        batch = torch.broadcast_shapes(self._targets.shape[:-2], self._points.shape[:-2])
+        return torch.Size((*batch, *self._sigma.shape, self._targets.shape[-2], self._points.shape[-2]))
+
+    @property
+    def _is_self(self) -> bool:
+        return self._targets is self._points
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self._points, self._sigma) if self._is_self else (self._points, self._sigma, self._targets)
 
     @property
     @abstractmethod
     def centred(self) -> Tensor:
         """The positions about the mean of all points, shape (*batch, N, d), where differences cancel less."""
-
-    @property
-    @abstractmethod
-    def sigma(self) -> Tensor:
-        """The bandwidth σ, a tensor without axes or of shape (H,)."""
 
     @abstractmethod
     def prepared_as(self, other: Any) -> "GaussianPoints":

@@ -81,18 +81,8 @@ class GaussianKernel(GaussianPoints):
         return "\n".join(lines)
 
     @property
-    def points(self) -> Tensor:
-        """The positions x, shape (*batch, N, d)."""
-        return self._points
-
-    @property
     def centred(self) -> Tensor:
         return self._points - self._points.mean(-2, keepdim=True).detach()
-
-    @property
-    def sigma(self) -> Tensor:
-        """The bandwidth σ, a tensor without axes or of shape (H,)."""
-        return self._sigma
 
     @property
     def choices(self) -> list[Choice]:
@@ -119,19 +109,6 @@ class GaussianKernel(GaussianPoints):
     def tol(self) -> float:
         """The largest error of lse that is acceptable."""
         return self._tol
-
-    @property
-    def shape(self) -> torch.Size:
-        batch = torch.broadcast_shapes(self._targets.shape[:-2], self._points.shape[:-2])
-        return torch.Size((*batch, *self._sigma.shape, self._targets.shape[-2], self._points.shape[-2]))
-
-    @property
-    def _is_self(self) -> bool:
-        return self._targets is self._points
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self._points, self._sigma) if self._is_self else (self._points, self._sigma, self._targets)
 
     def replace(self, *tensors: Tensor) -> "GaussianKernel":
         points, sigma = tensors[:2]
