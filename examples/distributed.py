@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 examples/distributed.py
 
 Each process holds its share of the points, and of everything that belongs to them. The potentials are saved as soon as
-they are known: run it again, after a crash say, and normalising starts from them.
+they are known: run it again, after a crash say, and normalising starts from them. The first draws what all hold.
 """
 
 import argparse
@@ -18,16 +18,19 @@ from tqdm import tqdm
 
 import qattn
 from qattn.distributed import ShardedGaussian, gather, shard
+from qattn.pictures import colour_map, figure, heat, render, scatter, seen, show
 from qattn.shapes import creature, creature_parts
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--points", type=int, default=200_000)
-    parser.add_argument("--sigma", type=float, default=0.02)
+    parser.add_argument("--points", type=int, default=100_000)
+    parser.add_argument("--sigma", type=float, default=0.03)
+    parser.add_argument("--power", type=int, default=100, help="steps of diffusion")
     parser.add_argument("--train", type=int, default=2_000, help="points that the network is trained on")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--folder", type=Path, default=Path("potentials"))
+    parser.add_argument("--output", default="distributed.png")
     options = parser.parse_args()
 
     backend = "nccl" if torch.cuda.is_available() else "gloo"
@@ -41,7 +44,7 @@ def main():
             print(text, flush=True)
 
     # Every rank can make the whole cloud here. Of a file, it would read `points[index]` alone.
-    points, _ = creature(options.points)
+    points, normals = creature(options.points)
     index = shard(points)
     mine = points[index].to(device)
     say(f"{options.points:,} points on {size} ranks, {len(index):,} on this one")
@@ -58,13 +61,19 @@ def main():
     nose = torch.zeros(len(mine), 1, device=device)
     nose[index.to(device) == int(points[:, 0].argmax())] = 1.0  # on one rank only
     before = kernel.group.sent
-    heat = q.power(10, nose)
-    say(f"ten steps of diffusion: {(kernel.group.sent - before) / 1e6:.2f} MB sent by this rank")
-    whole = gather(heat, index.to(device))
+    warm = q.power(options.power, nose)
+    say(f"{options.power} steps of diffusion: {(kernel.group.sent - before) / 1e6:.2f} MB sent by this rank")
+    whole, owner = (gather(x, index.to(device)).cpu() for x in (warm[:, 0], torch.full_like(warm[:, 0], rank)))
     say(f"total heat {float(whole.mean() * options.points):.6f}, highest {float(whole.amax()):.2e}")
+    if rank == 0:
+        picture = figure(15, 4)
+        first, second, third = picture.subplots(1, 3)
+        width = min(700, int(0.7 * options.points**0.5))  # so that no gaps are seen between points
+        show(first, render(points, normals, colour_map("Set2", (owner + 0.5) / 8), width), f"held by {size} ranks")
+        show(second, render(points, normals, heat(whole), width), f"a Dirac after {options.power} steps")
 
     # A network that learns the parts of the body, one cloud over all ranks.
-    points, _ = creature(options.train)
+    points, normals = creature(options.train)
     index = shard(points)
     x, labels = points[index].to(device), creature_parts(points)[index].to(device)
     torch.manual_seed(0)
@@ -80,9 +89,13 @@ def main():
         loss.backward()
         optimizer.step()
         bar.set_postfix(loss=f"{float(loss.detach()):.3f}")
-    right = parallel(x, x).argmax(-1) == labels
-    share = gather(right.float(), index.to(device)).mean()
-    say(f"{float(share):.0%} of the points are known by their part")
+    found, truth = (gather(x, index.to(device)).cpu() for x in (parallel(x, x).argmax(-1), labels))
+    say(f"{float((found == truth).float().mean()):.0%} of the points are known by their part")
+    if rank == 0:
+        colours = colour_map("tab10", (found + 0.5) / 10)
+        scatter(third, *seen(points, normals), colours, 160_000 / options.train, title="parts that were learned")
+        picture.savefig(options.output, dpi=90)
+        print(f"wrote {options.output}")
     dist.destroy_process_group()
 
 

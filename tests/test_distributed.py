@@ -101,9 +101,11 @@ def test_a_group_is_needed():
 def test_the_example_runs_under_torchrun(tmp_path):
     script = Path(qattn.__file__).parents[1] / "examples" / "distributed.py"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    sizes = ["--points", "5000", "--sigma", "0.1", "--train", "300", "--steps", "2", "--folder", str(tmp_path)]
+    sizes = ["--points", "5000", "--sigma", "0.1", "--power", "5", "--train", "300", "--steps", "2"]
+    sizes += ["--folder", str(tmp_path), "--output", str(tmp_path / "out.png")]
     run = subprocess.run([*torchrun, *sizes], env=environment(), capture_output=True, text=True, timeout=500)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "of the points are known by their part" in run.stdout
     assert run.stderr.count("0/2 [00:00<?, ?it/s]") == 1  # one bar, of the first rank
-    assert len(list(tmp_path.iterdir())) == 2  # potentials, for another start
+    assert len(list(tmp_path.glob("*.pt"))) == 2  # potentials, for another start
+    assert (tmp_path / "out.png").read_bytes()[:4] == b"\x89PNG"
