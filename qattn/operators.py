@@ -166,10 +166,10 @@ class Diffusion(_Operator):
 
             ∇(Qf) = (Q(f ⊗ x) − Qf ⊗ Qx) / σ²,
 
-        the covariance of signal and position within each row.
+        the covariance of signal and position within each row. Of a DTensor, these are this rank's parts of both.
         """
         kernel = _checks.with_gradients(self.kernel, GaussianPoints, self.normalization)
-        f = _checks.signal(signal, self._shape, self._device)
+        f = _checks.signal(signal, self._shape, self._device, self._ranks)
         f = f.expand(*torch.broadcast_shapes(f.shape[:-2], self._shape[:-2]), *f.shape[-2:])
         x = kernel.centred if kernel.sigma.ndim == 0 else kernel.centred[..., None, :, :]
         x = x.expand(*f.shape[:-1], -1)

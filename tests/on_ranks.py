@@ -246,6 +246,9 @@ def dtensors(method):
         close((q @ signals[:, 0]).full_tensor(), expected[:, 0].detach(), 1e-7)
         found.to_local().square().sum().backward()
         close(sharded.grad.full_tensor(), whole.grad, 1e-5)
+        value, gradient = q.value_and_gradient(signals)
+        close(value, found.to_local(), 1e-7)
+        assert gradient.shape == (len(value), 2, 3)
         there = q.extend(points[:3]) @ signals  # which all ranks ask for
         close(
             there,

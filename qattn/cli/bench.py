@@ -38,7 +38,7 @@ def bench(
     """Compare the methods on this machine: how long each takes to diffuse a cloud, and how exact it is.
 
     Seconds are those of building, normalising and applying to 8 channels; errors those of row sums against all pairs,
-    on 256 random rows. What `method="auto"` takes is marked.
+    on 256 random rows. What `method="auto"` takes is marked. The kernel is that of the points, also of splats.
     """
     with one_sentence():
         _checks.positive("--limit", limit)
