@@ -9,7 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Attended", "merge"]
+__all__ = ["Attended", "merge", "sized"]
+
+_LEAST_SIZE = 1e-6  # of the largest row, for those that are 0 but have a derivative
 
 
 class Attended(NamedTuple):
@@ -49,3 +51,17 @@ def merge(a: Attended, b: Attended) -> Attended:
         return Attended(None, lse)
     share = (weight_b / torch.where(total == 0, 1, total))[..., None].to(a.out.dtype)
     return Attended(torch.lerp(a.out, b.out, share), lse)
+
+
+def sized(column: Tensor) -> tuple[Tensor, Tensor]:
+    """log |v_j| (*batch, M) and v_j / |v_j| (*batch, M, C), in the maximum norm over the channels.
+
+    Weights that contain the sizes of what they multiply let engines see which terms of a sum matter. Sizes have no
+    gradient. Rows of 0 have no weight; where they have a derivative, one that is small.
+    """
+    size = column.detach().abs().amax(-1).to(torch.promote_types(column.dtype, torch.float32))
+    if column.requires_grad and torch.is_grad_enabled() and size.numel():
+        size = size.clamp(min=float(_LEAST_SIZE * size.amax()) or 1.0)
+    is_zero = size == 0
+    safe = torch.where(is_zero, 1, size)
+    return torch.where(is_zero, -torch.inf, torch.log(safe)), (column / safe[..., None]).to(column.dtype)

@@ -29,6 +29,7 @@ __all__ = ["NORMALIZATIONS", "Diffusion", "diffusion"]
 
 NORMALIZATIONS = ("sinkhorn", "row", "symmetric", "none")
 _KERNEL_TOL = 1e-3  # the largest error of a kernel that is made for an operator
+_CANCELLED = 1e-4  # of a gradient in space, that rounding may take away
 _MOST_DENSE = 2**30  # bytes of a dense matrix that someone might mean
 
 
@@ -84,8 +85,9 @@ class Diffusion(_Operator):
         normalization: str,
         result: SinkhornResult | None,
         is_numpy: bool,
+        keeps_constants: bool,
     ) -> None:
-        self.kernel, self.normalization = kernel, normalization
+        self.kernel, self.normalization, self._keeps_constants = kernel, normalization, keeps_constants
         self.applied: Any = None
         self._mass, self._left, self._right, self._result, self._is_numpy = mass, left, right, result, is_numpy
         self._shape, self._device, self._ranks = kernel.shape, kernel.device, kernel.ranks
@@ -95,7 +97,8 @@ class Diffusion(_Operator):
         return f"Diffusion({self.kernel!r}, normalization={self.normalization!r}, marginal_error={error:.1e})"
 
     def _apply(self, signal: Tensor) -> Tensor:
-        return apply(self.kernel, self._left, self._right + log_of_mass(self._mass), signal)
+        right = self._right + log_of_mass(self._mass)
+        return apply(self.kernel, self._left, right, signal, keeps_constants=self._keeps_constants)
 
     def _given(self, tensor: Tensor) -> Any:
         return tensor.numpy(force=True) if self._is_numpy else tensor
@@ -170,19 +173,30 @@ class Diffusion(_Operator):
         """
         kernel = _checks.with_gradients(self.kernel, GaussianPoints, self.normalization)
         f = _checks.signal(signal, self._shape, self._device, self._ranks)
-        f = f.expand(*torch.broadcast_shapes(f.shape[:-2], self._shape[:-2]), *f.shape[-2:])
-        x = kernel.centred if kernel.sigma.ndim == 0 else kernel.centred[..., None, :, :]
+        f, dtype = f.expand(*torch.broadcast_shapes(f.shape[:-2], self._shape[:-2]), *f.shape[-2:]), f.dtype
+        bias = self._right + log_of_mass(self._mass)
+        has_mass = (bias > -torch.inf)[..., None]
+        x, sigma = kernel.points.to(kernel.dtype), kernel.sigma
+        if sigma.ndim:
+            x, sigma = x[..., None, :, :], sigma[:, None, None]
+        # About means, by mass, of positions and signal: covariances are small differences of their products.
+        x = x - self._ranks.mean(bias.detach(), x.detach())
+        extent = torch.where(has_mass, x.detach() / sigma.detach(), 0).norm(dim=-1)
+        if torch.finfo(x.dtype).eps * float(self._ranks.largest(extent).amax()) ** 2 > _CANCELLED:
+            x = x.double()
+        f = torch.where(has_mass, f, 0).to(x.dtype)
+        constant = self._ranks.mean(bias.detach(), f.detach())
+        f = f - constant
         x = x.expand(*f.shape[:-1], -1)
         moments = (f[..., None] * x[..., None, :]).flatten(-2)  # (*batch, N, C d)
-        values = torch.cat([f.to(x.dtype), moments.to(x.dtype), x], dim=-1)
-        mean, lse = kernel.attend(self._right + log_of_mass(self._mass), values)
+        mean, lse = kernel.attend(bias, torch.cat([f, moments, x], dim=-1))
         assert mean is not None
         C, d = f.shape[-1], x.shape[-1]
         mean_f, mean_fx, mean_x = mean.split([C, C * d, d], dim=-1)
         covariance = mean_fx.unflatten(-1, (C, d)) - mean_f[..., None] * mean_x[..., None, :]
-        sigma = kernel.sigma if kernel.sigma.ndim == 0 else kernel.sigma[:, None, None, None]
-        value = torch.exp(self._left + lse)[..., None] * mean_f
-        return value.to(f.dtype), (covariance / sigma**2).to(f.dtype)
+        factor = torch.where(has_mass, torch.exp(self._left + lse)[..., None], 1)
+        value = factor * mean_f + factor.detach() * constant
+        return value.to(dtype), (covariance / sigma[..., None] ** 2).to(dtype)
 
     def extend(self, points: Any) -> "_Extension":
         """The same diffusion evaluated at other points (*batch, N', d): an operator of shape (*batch, N', N).
@@ -223,7 +237,14 @@ class Diffusion(_Operator):
         kernel = self.kernel.replace(*(tensor.to(*args, **kwargs) for tensor in self.kernel.tensors))
         result = None if self._result is None else self._result.to(kernel.device)
         return Diffusion(
-            kernel, mass, left, right, normalization=self.normalization, result=result, is_numpy=self._is_numpy
+            kernel,
+            mass,
+            left,
+            right,
+            normalization=self.normalization,
+            result=result,
+            is_numpy=self._is_numpy,
+            keeps_constants=self._keeps_constants,
         )
 
     def for_channels(self, channels: int) -> "Diffusion":
@@ -239,6 +260,7 @@ class Diffusion(_Operator):
             normalization=self.normalization,
             result=self._result,
             is_numpy=self._is_numpy,
+            keeps_constants=self._keeps_constants,
         )
 
 
@@ -252,7 +274,7 @@ class _Transpose(_Operator):
     def _apply(self, signal: Tensor) -> Tensor:
         q, log_mass = self.T, log_of_mass(self.T._mass)
         signal = signal.expand(*torch.broadcast_shapes(signal.shape[:-2], self._shape[:-2]), *signal.shape[-2:])
-        return apply_transpose(q.kernel, q._left, q._right + log_mass, log_mass, signal)
+        return apply_transpose(q.kernel, q._left, q._right + log_mass, signal)
 
 
 class _Extension(_Operator):
@@ -333,7 +355,18 @@ def diffusion(
     else:
         left = -k.attend(zero + log_of_mass(mass)).lse
         left, right = (left, zero) if normalization == "row" else (0.5 * left, 0.5 * left)
-    q = Diffusion(k, mass, left, right, normalization=normalization, result=result, is_numpy=is_numpy)
+    # With a detached potential, rows sum to one and yet have a derivative.
+    keeps_constants = normalization == "row" or (normalization == "sinkhorn" and adjoint != "detach")
+    q = Diffusion(
+        k,
+        mass,
+        left,
+        right,
+        normalization=normalization,
+        result=result,
+        is_numpy=is_numpy,
+        keeps_constants=keeps_constants,
+    )
     if value is not None and columns is not None:
         out = q._apply(columns) if result is None or result.out is None else result.out
         out = out[..., 0] if value.ndim == 1 else out

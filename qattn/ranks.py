@@ -63,6 +63,13 @@ class Ranks(ABC):
         high = self.highest(torch.cat([points, -points], dim=-1))
         return -high[points.shape[-1] :], high[: points.shape[-1]]
 
+    def mean(self, bias: Tensor, value: Tensor) -> Tensor:
+        """The means of values (*batch, N, C) over all sites, with weights e^b, shape (*batch, 1, C); 0 of none."""
+        top = self.maximum(bias.amax(-1, keepdim=True) if bias.shape[-1] else bias.new_full((1,), -torch.inf))
+        weights = torch.exp(bias - torch.where(top == -torch.inf, 0, top))[..., None]
+        total = self.sum(weights.sum(-2, keepdim=True))
+        return self.sum((weights * value).sum(-2, keepdim=True)) / torch.where(total > 0, total, 1)
+
     def log_sum(self, x: Tensor) -> Tensor:
         """log Σ e^x over the ranks."""
         top = self.maximum(x)

@@ -23,10 +23,21 @@ from torch import Tensor
 from qattn import _checks
 from qattn._eager import eager
 from qattn._progress import Progress
+from qattn.attended import sized
 from qattn.kernels.base import Kernel
 from qattn.pullback import vector_jacobian
+from qattn.ranks import Ranks
 
-__all__ = ["ADJOINTS", "ITERATIONS", "SinkhornResult", "log_of_mass", "sinkhorn"]
+__all__ = [
+    "ADJOINTS",
+    "ITERATIONS",
+    "SinkhornResult",
+    "apply",
+    "apply_transpose",
+    "log_of_mass",
+    "shares",
+    "sinkhorn",
+]
 
 ADJOINTS = ("implicit", "unroll", "detach")
 ITERATIONS = ("chebyshev", "plain")
@@ -58,6 +69,7 @@ class SinkhornResult:
         return SinkhornResult(self.potential.to(device), error, count, converged)
 
 
+_MOST_STEPS = 100  # of the adjoint solve
 _GAIN = 0.2  # what a step leaves of the error, about
 
 
@@ -82,6 +94,12 @@ def log_of_mass(mass: Tensor) -> Tensor:
     """log m, −inf where the mass is 0, with gradient 0 there."""
     is_positive = mass > 0
     return torch.where(is_positive, torch.log(torch.where(is_positive, mass, 1)), -torch.inf)
+
+
+def shares(mass: Tensor, ranks: Ranks) -> Tensor:
+    """Masses (*batch, N) over their sum, which may be more than a float holds."""
+    part = mass / ranks.largest(mass)[..., None]
+    return part / ranks.total(part)[..., None]
 
 
 @eager
@@ -126,6 +144,8 @@ def sinkhorn(
     mass = _checks.mass(kernel.mass if mass is None else mass, kernel)
     log_mass = log_of_mass(mass)
     start = None if init is None else _checks.potential(init, kernel)
+    if value is not None:  # points without mass may hold anything, NaN too
+        value = torch.where((mass == 0)[..., None], 0, value)
     tensors = mass, *kernel.tensors, *(() if value is None else (value,))
     needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     with torch.set_grad_enabled(torch.is_grad_enabled() and adjoint == "unroll"):
@@ -141,7 +161,8 @@ def sinkhorn(
     if adjoint == "implicit" and needs_gradient:
         potential = _Potential.apply(potential, kernel, log_mass, *kernel.tensors)
     if value is not None and out is None:
-        out = apply(kernel, potential, potential + log_mass, value)
+        keeps_constants = adjoint != "detach"  # whose potential does not follow the kernel
+        out = apply(kernel, potential, potential + log_mass, value, keeps_constants=keeps_constants)
     kept = result.history if history else None
     return SinkhornResult(potential, result.marginal_error, result.num_iter, result.converged, kept, out)
 
@@ -157,9 +178,9 @@ def _iterate(
     value: Tensor | None,
 ) -> SinkhornResult:
     """The iteration itself, each item of the batch until it has converged; with `out` if the last pass gave it."""
-    share = (mass / kernel.ranks.total(mass)[..., None]).detach()
+    share = shares(mass.detach(), kernel.ranks)
     f = torch.zeros(kernel.shape[:-1], dtype=kernel.dtype, device=kernel.device) if start is None else start
-    batch = f.shape[:-1]
+    batch, has_no_mass = f.shape[:-1], log_mass == -torch.inf
     step = _Chebyshev()
     is_active = torch.ones(batch, dtype=torch.bool, device=f.device)
     is_plain = torch.full_like(is_active, iteration == "plain")
@@ -182,6 +203,8 @@ def _iterate(
             errors.append(error)
             progress.advance(error=error)
             out = None  # of an earlier pass, whose potential is no longer the one
+            # Points without mass take no part: their potential follows from those of the others.
+            f = torch.where(has_no_mass & is_active[..., None] & (lse > -torch.inf), -lse, f)
             if mean is not None and is_active.all():  # items that were done before would lack theirs
                 out = torch.exp(f + lse)[..., None].to(mean.dtype) * mean
             is_active = is_active & ~(error <= tol)
@@ -193,24 +216,52 @@ def _iterate(
     return SinkhornResult(f, error, passes, error <= tol, tuple(errors), out)
 
 
-def apply(kernel: Kernel, left: Tensor, right: Tensor, value: Tensor) -> Tensor:
-    """diag(e^left) K diag(e^right) v, shape (*batch, N, C)."""
+def apply(kernel: Kernel, left: Tensor, right: Tensor, value: Tensor, *, keeps_constants: bool = False) -> Tensor:
+    """diag(e^left) K diag(e^right) v, shape (*batch, N, C); points of right = −inf are left out, whatever v is there.
+
+    An operator that keeps constants does so for every kernel: its derivative by the kernel is that of its product with
+    v − c, for any constant c, in which less cancels. At points without mass its rows are those of softmax.
+    """
+    is_absent = right == -torch.inf
+    if is_absent.any():
+        value = torch.where(is_absent[..., None], 0, value)
+    dtype, constant = value.dtype, None
+    if keeps_constants and _has_gradient(kernel, left, right):
+        constant = kernel.ranks.mean(right.detach(), value.detach())
+        value = value.to(constant.dtype) - constant
     out, lse = kernel.attend(right, value)
     assert out is not None
-    return torch.exp(left + lse)[..., None].to(out.dtype) * out
+    factor = torch.exp(left + lse)
+    if keeps_constants:
+        factor = torch.where(is_absent, 1, factor)
+    factor = factor[..., None]
+    if constant is None:
+        return factor.to(out.dtype) * out
+    return (factor * out + factor.detach() * constant).to(dtype)
 
 
-def apply_transpose(kernel: Kernel, left: Tensor, right: Tensor, log_mass: Tensor, value: Tensor) -> Tensor:
-    """diag(e^right) K diag(e^left) v, for right = r + log m.
+def _has_gradient(kernel: Kernel, *tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*tensors, *kernel.tensors))
 
-    Written as m e^{r} K m e^{left} (v / m), whose weights are those of the operator itself and so well scaled. Points
-    without mass have to do without; where their value is 0, as in padding, they are left out.
+
+def apply_transpose(kernel: Kernel, left: Tensor, right: Tensor, value: Tensor) -> Tensor:
+    """diag(e^right) K diag(e^left) v, with weights that contain the sizes of v: light points count for what they give.
+
+    Points without mass whose value is 0, as in padding, are left out.
     """
-    has_mass = (log_mass > -torch.inf).expand(value.shape[:-1])
-    counts = has_mass | (value.detach() != 0).any(-1)
-    log_mass_or_zero = torch.where(has_mass, log_mass, 0)
-    bias = torch.where(counts, left + log_mass_or_zero, -torch.inf)
-    return apply(kernel, right, bias, value * torch.exp(-log_mass_or_zero)[..., None].to(value.dtype))
+    is_padding = (right == -torch.inf) & (value.detach() == 0).all(-1)
+    sizes = torch.where(is_padding, -torch.inf, sized(value)[0])
+    sizes = _largest_of(sizes, kernel.shape[:-2])
+    scale = torch.exp(-torch.where(sizes == -torch.inf, 0, sizes))[..., None].to(value.dtype)
+    return apply(kernel, right, left + sizes, value * scale)
+
+
+def _largest_of(x: Tensor, batch: torch.Size) -> Tensor:
+    """x (*whole, N), the largest along axes that a batch lacks: (*batch, N), or what broadcasts to it."""
+    while x.ndim > len(batch) + 1:
+        x = x.amax(0)
+    axes = [axis for axis in range(-x.ndim, -1) if batch[axis + 1] == 1 < x.shape[axis]]
+    return x.amax(axes, keepdim=True) if axes else x
 
 
 def solve(
@@ -223,7 +274,7 @@ def solve(
 def _product(kernel: Kernel, f: Tensor, log_mass: Tensor, x: Tensor, is_transposed: bool) -> Tensor:
     """Qx, or Qᵀx, for x (*batch, N)."""
     if is_transposed:
-        return apply_transpose(kernel, f, f + log_mass, log_mass, x[..., None])[..., 0]
+        return apply_transpose(kernel, f, f + log_mass, x[..., None])[..., 0]
     return apply(kernel, f, f + log_mass, x[..., None])[..., 0]
 
 
@@ -258,12 +309,20 @@ class _Solve(torch.autograd.Function):
         target: Tensor, f: Tensor, log_mass: Tensor, kernel: Kernel, is_transposed: bool, *tensors: Tensor
     ) -> Tensor:
         step, x, residual = _Chebyshev(), torch.zeros_like(target), target
-        goal = 4 * torch.finfo(target.dtype).eps ** 0.75 * kernel.ranks.largest(target.abs()).amax()
-        for _ in range(100):  # thirteen steps in float64; more only for kernels that are not positive definite
+        largest = kernel.ranks.largest(target.abs()).amax()
+        goal = 4 * torch.finfo(target.dtype).eps ** 0.75 * largest
+        for _ in range(_MOST_STEPS):  # thirteen in float64; more only for kernels that are not positive definite
             x = x + step(residual)
             residual = target - x - _product(kernel, f, log_mass, x, is_transposed)
-            if not kernel.ranks.largest(residual.abs()).amax() > goal:
-                break
+            gap = kernel.ranks.largest(residual.abs()).amax()
+            if not gap > goal:
+                return x
+        warnings.warn(
+            f"The gradient through the potential is inexact: after {_MOST_STEPS} steps, (I + Q)ᵀu = g has a residual "
+            f"of {float(gap / largest):.1e} of g. Is the kernel positive semidefinite? `kernel.smallest_eigenvalue()` "
+            'tells; `adjoint="unroll"` needs no such solve.',
+            stacklevel=2,
+        )
         return x
 
     @staticmethod

@@ -4,7 +4,7 @@ A *tile* is `TILE` points that follow one another, a *part* of it `PART` of them
 balanced k-d tree (`kd_order`), tiles are compact, their boxes tell how near two of them can come, and every aligned run
 of 2^n tiles is a node of a binary tree.
 
-Coordinates carry a factor √(½ log₂ e), so that exp(−½‖x − y‖²) = 2^(−‖x − y‖²).
+Coordinates are those of the cloud, as they were given: differences of them round once, wherever the cloud is.
 """
 
 import math
@@ -22,7 +22,7 @@ __all__ = ["FACTOR", "PART", "TILE", "Tiling", "Tree", "kd_order"]
 
 TILE = 64
 PART = 16  # as many floats as fill the widest register
-FACTOR = math.sqrt(0.5 / math.log(2))
+FACTOR = math.sqrt(0.5 / math.log(2))  # exp(−½ x²) = 2^(−(FACTOR x)²)
 _LEAST_POINTS = 2**14  # that pay for starting a thread
 
 
@@ -67,7 +67,7 @@ class Tiling:
     """The points (B, N, D) of B clouds in tiles of `TILE`, the last point repeated to fill the last tile.
 
     Args:
-        points: Coordinates in units of the bandwidth, about an origin near the cloud.
+        points: The coordinates.
         order: The order (B, N) to take them in, such as that of `kd_order`; as they are by default.
     """
 
@@ -75,7 +75,7 @@ class Tiling:
         self.clouds, self.size, self.dims = points.shape
         self.tiles = -(-self.size // TILE)  # of each cloud
         self.order = order
-        self.points = self.tiled(points * FACTOR).contiguous()
+        self.points = self.tiled(points).contiguous()
 
     @cached_property
     def columns(self) -> Tensor:

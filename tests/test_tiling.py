@@ -116,7 +116,7 @@ def test_what_is_left_out_is_within_the_tolerance(name, tol, decades):
     bias = decades * (torch.rand(1, len(points), dtype=torch.float64) - 0.5) * 2.3
     for sigma in (0.01, 0.05, 0.2, 1.0):
         tiles = tiling(points / sigma)
-        got = attend_tilings(tiles, tiles, None, bias, tol)
+        got = attend_tilings(tiles, tiles, None, None, bias, tol)
         _, expected = dense(points / sigma, points / sigma, bias=bias[0])
         assert relative_error(got, expected) <= tol
 
@@ -126,7 +126,7 @@ def test_other_points_and_far_ones(offset):
     """Rows that no key is near still have their nearest ones, however far."""
     points, targets = ball(2000) / 0.05, (ball(500) + offset) / 0.05
     value, bias = torch.randn(2000, 2, dtype=torch.float64), torch.randn(2000, dtype=torch.float64)
-    out, lse = attend_tilings(tiling(targets), tiling(points), value[None], bias[None], 1e-3)
+    out, lse = attend_tilings(tiling(targets), tiling(points), None, value[None], bias[None], 1e-3)
     expected_out, expected_lse = dense(targets, points, value, bias)
     torch.testing.assert_close(lse[0], expected_lse, rtol=0, atol=1e-3)
     torch.testing.assert_close(out[0], expected_out, rtol=0, atol=3e-3)
@@ -138,7 +138,7 @@ def test_values(dtype, channels):
     points = (sphere(2000) / 0.1).to(dtype)
     value = torch.randn(2000, channels, dtype=dtype)
     tiles = tiling(points)
-    out, lse = attend_tilings(tiles, tiles, value[None], None, 1e-5)
+    out, lse = attend_tilings(tiles, tiles, None, value[None], None, 1e-5)
     expected_out, expected_lse = dense(points, points, value)
     torch.testing.assert_close(lse[0].double(), expected_lse, rtol=0, atol=2e-5)
     torch.testing.assert_close(out[0].double(), expected_out, rtol=0, atol=6e-5)
@@ -150,7 +150,7 @@ def test_absent_keys_and_clouds_without_any():
     bias = torch.zeros(2, 600, dtype=torch.float64)
     bias[0, ::2] = -torch.inf
     bias[1] = -torch.inf
-    out, lse = attend_tilings(tiles, tiles, points, bias, 1e-6)
+    out, lse = attend_tilings(tiles, tiles, None, points, bias, 1e-6)
     expected_out, expected_lse = dense(points[0], points[0, 1::2], points[0, 1::2])
     torch.testing.assert_close(lse[0], expected_lse, rtol=0, atol=1e-6)
     torch.testing.assert_close(out[0], expected_out, rtol=0, atol=1e-4)
@@ -162,14 +162,14 @@ def test_most_pairs_are_left_out():
     """Not a tolerance met by computing everything: 3,000 points of a sphere see few tiles each."""
     points = sphere(3000).float()
     tiles = tiling(points / 0.05)
-    counts = near_lists(tiles, tiles, torch.zeros(1, 3000), 1e-3).counts
+    counts = near_lists(tiles, tiles, None, torch.zeros(1, 3000), 1e-3).counts
     assert counts.float().mean() < 0.35 * tiles.tiles
 
 
 def test_lists_are_numbered_within_their_cloud():
     points = torch.stack([sphere(500), 2 * sphere(500)]).float() / 0.1
     tiles = Tiling(points, kd_order(points))
-    lists = near_lists(tiles, tiles, torch.zeros(2, 500), 1e-3)
+    lists = near_lists(tiles, tiles, None, torch.zeros(2, 500), 1e-3)
     assert int(lists.blocks.amax()) < tiles.tiles
     for b in range(2):
         for row in range(tiles.tiles):

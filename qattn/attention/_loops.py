@@ -1,9 +1,8 @@
-"""The compiled loops of the `native` backend: Gaussian attention over tiles of keys, with differences taken directly.
+"""The compiled loops of the `native` backend: Gaussian attention over tiles of keys, and its derivatives.
 
-Keys are stored tile by tile and coordinate by coordinate. Coordinates and biases carry factors that turn exp(b −
-½‖q − k‖²) into 2^(β − ‖q − k‖²), so that a weight costs d differences, d multiply-adds and one exp2. With a cut-off,
-each part of a tile of queries meets only those parts of a tile of keys that matter to it. The same pass may average
-values times ‖q − k‖² too, which is what derivatives by the bandwidth are made of.
+Weights are 2^(c (β_j − ‖q_i − k_j‖²)) with a scale c of each cloud and biases β, so that one costs d differences of
+the coordinates as they were given, d multiply-adds and one exp2. Keys are stored tile by tile and coordinate by
+coordinate. With a cut-off, each part of a tile of queries meets only those parts of a tile of keys that matter to it.
 
 Weights are first summed at a common scale, the largest bias of the cloud, which needs no running maximum. That is
 exact unless the sum of a row comes near the smallest float; such rows show by their sum, and are done again at a scale
@@ -27,15 +26,17 @@ from qattn.attention._simd import (
     ROWS,
     add,
     add_rows,
-    exp2,
+    exp2_of_product,
     lanes,
     load,
     maximum,
     minus_square,
     multiply,
+    multiply_add,
     multiply_add_rows,
     splat,
     store,
+    store_rows,
     subtract,
     sum_of,
     zero_rows,
@@ -52,18 +53,12 @@ PARTS = TILE // PART
 @njit(forceinline=True)
 def _exponent(query, i, shift, keys, beta, t, j, dims):
     """β_j − ‖q_i − k_j‖² − shift_i for one register of keys of the tile t."""
-    s = _minus_squares(load(beta, t * TILE + j), query, i, keys, t, j, dims)
-    if shift is not None:  # last, so that the largest is 0 however far the keys are
-        s = add(s, splat(-shift[i]))
-    return s
-
-
-@njit(forceinline=True)
-def _minus_squares(s, query, i, keys, t, j, dims):
-    """s − ‖q_i − k_j‖² for one register of keys of the tile t."""
     d = len(dims) if len(dims) > 0 else query.shape[1]
+    s = load(beta, t * TILE + j)
     for c in range(d):
         s = minus_square(s, load(keys, (t * d + c) * TILE + j), splat(query[i, c]))
+    if shift is not None:  # last, so that the largest is 0 however far the keys are
+        s = add(s, splat(-shift[i]))
     return s
 
 
@@ -79,24 +74,20 @@ def _add_maximum(query, keys, beta, t, dims, largest):
 
 
 @njit(forceinline=True)
-def _add_weights(query, first, rows, shift, keys, beta, t, begin, end, dims, sums, weights, squares):
+def _add_weights(query, first, rows, shift, scale, keys, beta, t, begin, end, dims, sums, weights):
     """Adds the weights of the keys begin … end − 1 of a tile to some rows of sums, lane by lane.
 
-    Writes them, and them times ‖q − k‖², where there is room for it.
+    Writes them where there is room for it.
     """
-    width = lanes(sums)
+    width, factor = lanes(sums), splat(scale)
     for r in range(rows):
         i = first + r
         total = load(sums, i * width)
         for j in range(begin, end, width):
-            w = exp2(_exponent(query, i, shift, keys, beta, t, j, dims))
+            w = exp2_of_product(factor, _exponent(query, i, shift, keys, beta, t, j, dims))
             total = add(total, w)
             if weights is not None:
                 store(weights, r * TILE + j, w)
-            if squares is not None:
-                zero = splat(query.dtype.type(0))
-                square = subtract(zero, _minus_squares(zero, query, i, keys, t, j, dims))
-                store(squares, r * TILE + j, multiply(w, square))
         store(sums, i * width, total)
 
 
@@ -112,48 +103,34 @@ def _add_products(weights, values, t, begin, end, i, out):
 
 
 @njit(forceinline=True)
-def _add_keys(query, tile, first, rows, shift, keys, beta, values, t, begin, end, dims, sums, out, moments, buffers):
-    """Adds weights to sums and, if there are values, weighted values to out and moments: products with buffers."""
-    weights, squares = buffers
+def _add_keys(query, first, rows, shift, scale, keys, beta, values, t, begin, end, dims, sums, out, weights):
+    """Adds weights to sums and, if there are values, weighted values to out."""
     if values.shape[2] == 0:
-        _add_weights(query, first, rows, shift, keys, beta, t, begin, end, dims, sums, None, None)
+        _add_weights(query, first, rows, shift, scale, keys, beta, t, begin, end, dims, sums, None)
         return
     for i in range(first, first + rows, ROWS):
-        if moments is None:
-            _add_weights(query, i, ROWS, shift, keys, beta, t, begin, end, dims, sums, weights, None)
-        else:
-            _add_weights(query, i, ROWS, shift, keys, beta, t, begin, end, dims, sums, weights, squares)
-            _add_products(squares, values, t, begin, end, tile * TILE + i, moments)
+        _add_weights(query, i, ROWS, shift, scale, keys, beta, t, begin, end, dims, sums, weights)
         _add_products(weights, values, t, begin, end, i, out)
 
 
 @njit
-def _add_all(query, tile, shift, keys, beta, values, tiles, dims, sums, out, moments, buffers):
+def _add_all(query, shift, scale, keys, beta, values, tiles, dims, sums, out, weights):
     """All keys of a list of tiles, from zero."""
-    _clear(tile, sums, out, moments)
-    for t in tiles:
-        _add_keys(query, tile, 0, TILE, shift, keys, beta, values, t, 0, TILE, dims, sums, out, moments, buffers)
-
-
-@njit
-def _add_near(query, tile, shift, keys, beta, values, tiles, cutoff, least, near, dims, sums, out, moments, buffers):
-    """Those parts of a list of tiles that have more than `least`, from zero; by parts of the queries."""
-    _clear(tile, sums, out, moments)
-    for p in range(PARTS):
-        for n in range(near_parts(tile * PARTS + p, tiles, cutoff, least, PARTS, near)):
-            t, begin = near[n] // PARTS, near[n] % PARTS * PART
-            end = begin + PART
-            _add_keys(
-                query, tile, p * PART, PART, shift, keys, beta, values, t, begin, end, dims, sums, out, moments, buffers
-            )
-
-
-@njit
-def _clear(tile, sums, out, moments):
     sums[:] = 0
     out[:] = 0
-    if moments is not None:
-        moments[tile] = 0
+    for t in tiles:
+        _add_keys(query, 0, TILE, shift, scale, keys, beta, values, t, 0, TILE, dims, sums, out, weights)
+
+
+@njit
+def _add_near(query, tile, shift, scale, keys, beta, values, tiles, cutoff, least, near, dims, sums, out, weights):
+    """Those parts of a list of tiles that have more than `least`, from zero; by parts of the queries."""
+    sums[:] = 0
+    out[:] = 0
+    for p in range(PARTS):
+        for n in range(near_parts(tile * PARTS + p, tiles, cutoff, least, PARTS, near)):
+            t, begin, end = near[n] // PARTS, near[n] % PARTS * PART, near[n] % PARTS * PART + PART
+            _add_keys(query, p * PART, PART, shift, scale, keys, beta, values, t, begin, end, dims, sums, out, weights)
 
 
 @njit(forceinline=True)
@@ -165,37 +142,39 @@ def _aligned(size, dtype):
 
 
 # Stale files of the cache on disk are found by the date of this one alone: the checksum is of what else is compiled in.
+_FINGERPRINT = zlib.crc32(
+    b"".join(Path(str(module.__file__)).read_bytes() for module in (_near, _simd, native, tiling))
+)
+
+
 def _attend_tiles(fingerprint):
-    def attend_tiles(query, keys, beta, values, key_tiles, cutoff, begin, end, tiny, dims, lse, out, moments):
+    def attend_tiles(query, scales, keys, beta, values, key_tiles, cutoff, begin, end, tiny, dims, lse, out):
         """Attention of the query tiles begin … end − 1 to the tiles of keys that matter, or to all of their cloud.
 
-        query (T, TILE, d); keys (S, d, TILE) and beta (S, TILE); values (S, TILE, C) with C a multiple of a register's
-        lanes, 0 for lse alone; key_tiles (T, 2), where those of its cloud begin and end; lse (T, TILE) in base 2,
-        out (T, TILE, C) and, unless it is None, moments (T, TILE, C), averages of values times ‖q − k‖², are written.
-        `dims` is a tuple of d items, which tells the compiler d, or empty.
+        query (T, TILE, d); scales (clouds,); keys (S, d, TILE) and beta (S, TILE); values (S, TILE, C) with C a
+        multiple of a register's lanes, 0 for lse alone; key_tiles (T, 2), where those of its cloud begin and end; lse
+        (T, TILE) in base 2 and out (T, TILE, C) are written. `dims` is a tuple of d items, which tells the compiler d,
+        or empty.
         """
         fingerprint  # noqa: B018
         sums = _aligned(TILE * lanes(query), query.dtype).reshape(TILE, lanes(query))
         weights = _aligned(ROWS * TILE, query.dtype).reshape(ROWS, TILE)
-        squares = _aligned(ROWS * TILE, query.dtype).reshape(ROWS, TILE)
-        buffers = weights, squares
         shift = np.empty(TILE, query.dtype)
         seen, near = np.empty(len(keys), np.int64), np.empty(PARTS * len(keys), np.int64)
         most, smallest = np.empty(len(keys), query.dtype), np.empty(len(keys), query.dtype)
         least = query.dtype.type(0)
         for tile in range(begin, end):
             q, o, total = query[tile], out[tile], lse[tile]
+            scale = scales[tile * len(scales) // len(query)]
             if cutoff is None:
                 tiles = np.arange(key_tiles[tile, 0], key_tiles[tile, 1])
             else:
                 count, least = near_tiles(tile, cutoff, seen, most, smallest)
                 tiles = seen[:count]
             if cutoff is None:
-                _add_all(q, tile, None, keys, beta, values, tiles, dims, sums, o, moments, buffers)
+                _add_all(q, None, scale, keys, beta, values, tiles, dims, sums, o, weights)
             else:
-                _add_near(
-                    q, tile, None, keys, beta, values, tiles, cutoff, least, near, dims, sums, o, moments, buffers
-                )
+                _add_near(q, tile, None, scale, keys, beta, values, tiles, cutoff, least, near, dims, sums, o, weights)
             shift[:] = 0
             low = False
             for i in range(TILE):
@@ -208,23 +187,92 @@ def _attend_tiles(fingerprint):
                 for i in range(TILE):
                     shift[i] = sums[i].max()
                 if cutoff is None:
-                    _add_all(q, tile, shift, keys, beta, values, tiles, dims, sums, o, moments, buffers)
+                    _add_all(q, shift, scale, keys, beta, values, tiles, dims, sums, o, weights)
                 else:
                     _add_near(
-                        q, tile, shift, keys, beta, values, tiles, cutoff, least, near, dims, sums, o, moments, buffers
+                        q, tile, shift, scale, keys, beta, values, tiles, cutoff, least, near, dims, sums, o, weights
                     )
                 for i in range(TILE):
                     total[i] = sum_of(load(sums, i * lanes(sums)))
             for i in range(TILE):
                 if values.shape[2] > 0:
                     o[i] /= max(total[i], tiny)
-                    if moments is not None:
-                        moments[tile, i] /= max(total[i], tiny)
-                total[i] = math.log2(total[i]) + shift[i]
+                total[i] = math.log2(total[i]) + scale * shift[i]
 
     return compiled(attend_tiles)
 
 
-attend_tiles = _attend_tiles(
-    zlib.crc32(b"".join(Path(str(module.__file__)).read_bytes() for module in (_near, _simd, native, tiling)))
-)
+attend_tiles = _attend_tiles(_FINGERPRINT)
+
+
+@njit(forceinline=True)
+def _add_derivatives(query, first, shift, scale, rows, keys, beta, columns, t, begin, end, dims, sums, products):
+    """Adds those of the keys begin … end − 1 of a tile to the sums (ROWS, d + 2, lanes) of the rows from `first` on."""
+    width, channels, factor = lanes(products), columns.shape[1], splat(scale)
+    d = len(dims) if len(dims) > 0 else query.shape[1]
+    for j in range(begin, end, width):
+        product = zero_rows(products)
+        for c in range(channels):
+            column = load(columns, (t * channels + c) * TILE + j)
+            product = multiply_add_rows(product, rows, first * channels + c, channels, column)
+        store_rows(products, 0, width, product)
+        for r in range(ROWS):
+            i, place = first + r, r * (d + 2) * width
+            weight = exp2_of_product(factor, _exponent(query, i, shift, keys, beta, t, j, dims))
+            weight = multiply(weight, load(products, r * width))
+            store(sums, place, add(load(sums, place), weight))
+            square = splat(query.dtype.type(0))
+            for c in range(d):
+                apart = subtract(load(keys, (t * d + c) * TILE + j), splat(query[i, c]))
+                square = multiply_add(apart, apart, square)
+                place += width
+                store(sums, place, multiply_add(weight, apart, load(sums, place)))
+            store(sums, place + width, multiply_add(weight, square, load(sums, place + width)))
+
+
+def _differentiate_tiles(fingerprint):
+    def differentiate_tiles(
+        query, scales, shift, rows, keys, beta, columns, key_tiles, cutoff, begin, end, dims, result
+    ):
+        """Σ_j s̄_ij (1, k_j − q_i, ‖k_j − q_i‖²) of the query tiles begin … end − 1, with s̄_ij = p_ij R_i · S_j.
+
+        The weights are p_ij = 2^(c (β_j − ‖q_i − k_j‖² − shift_i)). query (T, TILE, d), shift (T, TILE) and rows R
+        (T, TILE, C); keys (S, d, TILE), beta (S, TILE) and columns S (S, C, TILE); result (T, TILE, d + 2) is written.
+        For the rest see `attend_tiles`.
+        """
+        fingerprint  # noqa: B018
+        d, width = query.shape[2], lanes(query)
+        sums = _aligned(ROWS * (d + 2) * width, query.dtype).reshape(ROWS, d + 2, width)
+        products = _aligned(ROWS * width, query.dtype).reshape(ROWS, width)
+        seen, near = np.empty(len(keys), np.int64), np.empty(PARTS * len(keys), np.int64)
+        most, smallest = np.empty(len(keys), query.dtype), np.empty(len(keys), query.dtype)
+        for tile in range(begin, end):
+            q, r, s = query[tile], rows[tile], shift[tile]
+            scale = scales[tile * len(scales) // len(query)]
+            count, least = 0, query.dtype.type(0)
+            if cutoff is not None:
+                count, least = near_tiles(tile, cutoff, seen, most, smallest)
+            for p in range(PARTS):
+                parts = 0
+                if cutoff is not None:
+                    parts = near_parts(tile * PARTS + p, seen[:count], cutoff, least, PARTS, near)
+                for first in range(p * PART, (p + 1) * PART, ROWS):
+                    sums[:] = 0
+                    if cutoff is None:
+                        for t in range(key_tiles[tile, 0], key_tiles[tile, 1]):
+                            _add_derivatives(
+                                q, first, s, scale, r, keys, beta, columns, t, 0, TILE, dims, sums, products
+                            )
+                    for n in range(parts):
+                        t, start = near[n] // PARTS, near[n] % PARTS * PART
+                        _add_derivatives(
+                            q, first, s, scale, r, keys, beta, columns, t, start, start + PART, dims, sums, products
+                        )
+                    for i in range(ROWS):
+                        for n in range(d + 2):
+                            result[tile, first + i, n] = sums[i, n].sum()
+
+    return compiled(differentiate_tiles)
+
+
+differentiate_tiles = _differentiate_tiles(_FINGERPRINT)

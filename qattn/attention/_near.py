@@ -1,10 +1,10 @@
 """Which tiles of keys matter to a tile of queries: the compiled walk down the tree of boxes.
 
-A node whose keys lie at least `gap` and at most `span` away from all rows of a tile adds between 2^(top − span²) and
-2^(top − gap²) to each of their sums, where 2^top is the sum of its 2^β. The larger of these lower bounds, and of what
-each row adds to itself, is a *floor* under the sums. What may be left out is shared out among as many tiles as come
-into question, and whatever cannot reach its share is left out. So the cut-off follows from the biases, masses and
-potentials included, and not from distances alone.
+A node whose keys lie at least `gap` and at most `span` away from all rows of a tile adds between 2^(top − c span²) and
+2^(top − c gap²) to each of their sums, where 2^top is the sum of its 2^β and c the scale of its cloud. The larger of
+these lower bounds, and of what each row adds to itself, is a *floor* under the sums. What may be left out is shared out
+among as many tiles as come into question, and whatever cannot reach its share is left out. So the cut-off follows from
+the biases, masses and potentials included, and from the sizes of values, and not from distances alone.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -26,14 +26,16 @@ class Cutoff(NamedTuple):
     """What decides which tiles are near; boxes are rows (low, high), and weights in base 2."""
 
     tol: np.floating  # log₂ of the fraction of a row's sum that may be left out
+    scales: np.ndarray  # (clouds,) c of the weights 2^(β − c ‖x − y‖²)
     floors: np.ndarray  # (tiles of queries,) a known floor under their sums
     query_tiles: int  # of each cloud
     queries: np.ndarray  # (clouds, nodes, 2 D) their boxes, tiles first
     query_parts: np.ndarray  # (tiles of queries · parts, 2 D)
     key_parts: np.ndarray  # (tiles of keys · parts, 2 D)
-    part_tops: np.ndarray  # (tiles of keys · parts,)
+    part_tops: np.ndarray  # (tiles of keys · parts,) log₂ of what keys weigh at most, in the sum or by their values
     nodes: np.ndarray  # (clouds, nodes, 2 D) the boxes of the keys
-    tops: np.ndarray  # (clouds, nodes)
+    tops: np.ndarray  # (clouds, nodes) the same
+    sums: np.ndarray  # (clouds, nodes) log₂ of what they weigh in the sum
     starts: np.ndarray  # (levels + 1,) where the levels begin among the nodes
 
 
@@ -68,8 +70,8 @@ def near_tiles(tile, cutoff, found, most, least):
     """
     cloud = tile // cutoff.query_tiles
     boxes, box = cutoff.queries[cloud], tile - cloud * cutoff.query_tiles
-    nodes, tops, starts = cutoff.nodes[cloud], cutoff.tops[cloud], cutoff.starts
-    floor = cutoff.floors[tile]
+    nodes, tops, sums, starts = cutoff.nodes[cloud], cutoff.tops[cloud], cutoff.sums[cloud], cutoff.starts
+    floor, scale = cutoff.floors[tile], cutoff.scales[cloud]
     count = 0
     stack = np.empty((2 * len(starts), 2), np.int64)
     stack[0, 0], stack[0, 1] = len(starts) - 2, 0  # a level and a number in it
@@ -78,10 +80,10 @@ def near_tiles(tile, cutoff, found, most, least):
         height -= 1
         level, i = stack[height, 0], stack[height, 1]
         node = starts[level] + i
-        high = tops[node] - box_gap(boxes, box, nodes, node)
+        high = tops[node] - scale * box_gap(boxes, box, nodes, node)
         if not high > floor + cutoff.tol - _SHARES:
             continue
-        low = tops[node] - box_span(boxes, box, nodes, node)
+        low = sums[node] - scale * box_span(boxes, box, nodes, node)
         floor = max(floor, low)
         if level == 0:
             found[count], most[count], least[count] = cloud * starts[1] + i, high, low
@@ -93,7 +95,7 @@ def near_tiles(tile, cutoff, found, most, least):
         swap = False
         if is_pair:
             one, two = box_span(boxes, box, nodes, first), box_span(boxes, box, nodes, first + 1)
-            swap = tops[first] - one < tops[first + 1] - two
+            swap = sums[first] - scale * one < sums[first + 1] - scale * two
             stack[height, 0], stack[height, 1] = level - 1, 2 * i + (not swap)
             height += 1
         stack[height, 0], stack[height, 1] = level - 1, 2 * i + swap
@@ -120,11 +122,11 @@ def near_parts(row, tiles, cutoff, least, parts, near):
 
     Returns their count. Parts are all listed first: work without a branch in it runs twice as fast.
     """
-    count = 0
+    count, scale = 0, cutoff.scales[row // (cutoff.query_tiles * parts)]
     for tile in tiles:
         for part in range(tile * parts, (tile + 1) * parts):
             near[count] = part
-            count += cutoff.part_tops[part] - box_gap(cutoff.query_parts, row, cutoff.key_parts, part) > least
+            count += cutoff.part_tops[part] - scale * box_gap(cutoff.query_parts, row, cutoff.key_parts, part) > least
     return count
 
 

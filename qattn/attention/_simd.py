@@ -243,28 +243,45 @@ def sum_of(_, register):
     return register.dtype(register), emit
 
 
+def _power_of_2(builder, float_type, x, factor=None):
+    """2^x, or 2^(factor x), where the product is rounded only once it has been reduced to [-1/2, 1/2]."""
+    magic = _constant(float_type.vector, float_type.magic)
+    rounded = builder.fadd(x, magic) if factor is None else _fma(builder, float_type, factor, x, magic)
+    integer = builder.fsub(rounded, magic)
+    if factor is None:
+        remainder = builder.fsub(x, integer)
+    else:
+        remainder = _fma(builder, float_type, factor, x, builder.fneg(integer))
+    *others, power = (_constant(float_type.vector, c) for c in (1.0, *float_type.coefficients))
+    for coefficient in reversed(others):
+        power = _fma(builder, float_type, power, remainder, coefficient)
+    exponent = builder.shl(
+        builder.bitcast(rounded, float_type.integer),
+        ir.Constant(float_type.integer, [float_type.mantissa] * float_type.lanes),
+    )
+    result = builder.bitcast(builder.add(builder.bitcast(power, float_type.integer), exponent), float_type.vector)
+    lowest = _constant(float_type.vector, float_type.magic + LOWEST[float_type.bits])
+    return builder.select(builder.fcmp_ordered(">", rounded, lowest), result, _constant(float_type.vector, 0.0))
+
+
 @intrinsic
 def exp2(_, x):
     """2^x for x ≤ 0 or a little above, and 0 where products with it would be denormal, which are slow."""
-    float_type = _FLOATS[x.dtype]
 
     def emit(context, builder, signature, arguments):
-        x = arguments[0]
-        magic = _constant(float_type.vector, float_type.magic)
-        rounded = builder.fadd(x, magic)
-        remainder = builder.fsub(x, builder.fsub(rounded, magic))
-        *others, power = (_constant(float_type.vector, c) for c in (1.0, *float_type.coefficients))
-        for coefficient in reversed(others):
-            power = _fma(builder, float_type, power, remainder, coefficient)
-        exponent = builder.shl(
-            builder.bitcast(rounded, float_type.integer),
-            ir.Constant(float_type.integer, [float_type.mantissa] * float_type.lanes),
-        )
-        result = builder.bitcast(builder.add(builder.bitcast(power, float_type.integer), exponent), float_type.vector)
-        is_large = builder.fcmp_ordered(">", x, _constant(float_type.vector, LOWEST[float_type.bits]))
-        return builder.select(is_large, result, _constant(float_type.vector, 0.0))
+        return _power_of_2(builder, _FLOATS[x.dtype], *arguments)
 
     return x(x), emit
+
+
+@intrinsic
+def exp2_of_product(_, factor, x):
+    """2^(factor x), at the cost of `exp2`."""
+
+    def emit(context, builder, signature, arguments):
+        return _power_of_2(builder, _FLOATS[x.dtype], arguments[1], arguments[0])
+
+    return x(factor, x), emit
 
 
 @intrinsic
@@ -277,6 +294,21 @@ def zero_rows(_, array):
         return context.make_tuple(builder, registers, [zero] * ROWS)
 
     return registers(array), emit
+
+
+@intrinsic
+def store_rows(_, array, offset, stride, rows):
+    """Writes rows[r] at offset + r·stride for each of the rows."""
+    float_type = _FLOATS[array.dtype]
+
+    def emit(context, builder, signature, arguments):
+        position = arguments[1]
+        for register in cgutils.unpack_tuple(builder, arguments[3], ROWS):
+            pointer = _element(context, builder, signature.args[0], arguments[0], position)
+            builder.store(register, builder.bitcast(pointer, float_type.vector.as_pointer()), align=float_type.align)
+            position = builder.add(position, arguments[2])
+
+    return types.void(array, types.intp, types.intp, rows), emit
 
 
 @intrinsic

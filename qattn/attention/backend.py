@@ -1,16 +1,16 @@
 """The contract of what attends: say why not, or attend."""
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from qattn.attended import Attended
 from qattn.attention.inputs import Inputs
-from qattn.lift import centre
+from qattn.ranks import ALONE, Ranks
 
-__all__ = ["Backend", "Engine", "Moments"]
+__all__ = ["Backend", "Derivatives", "Differentiating", "Engine"]
 
 
 class Engine(ABC):
@@ -30,25 +30,32 @@ class Engine(ABC):
         return self
 
     @property
-    def is_sharded(self) -> bool:
-        """Whether other ranks hold further queries and keys: then all of them attend, also those that hold none."""
-        return False
-
-    def centred(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys about an origin near them, the same for all that attend to one another."""
-        return centre(query, key)
+    def ranks(self) -> Ranks:
+        """The processes that hold queries and keys; all of them attend together, also those that hold none."""
+        return ALONE
 
 
-class Moments(ABC):
-    """What an engine has that can average values times ‖q − k‖² in the pass in which it averages values."""
+class Derivatives(NamedTuple):
+    """Σ_j s̄_ij, Σ_j s̄_ij (k_j − q_i) and Σ_j s̄_ij ‖k_j − q_i‖²: (B, N), (B, N, D) and (B, N)."""
+
+    total: Tensor
+    first: Tensor
+    second: Tensor
+
+
+class Differentiating(ABC):
+    """Engines that sum derivatives over pairs themselves, with differences of points taken directly."""
 
     @abstractmethod
-    def takes_moments(self, inputs: Inputs) -> bool:
+    def can_differentiate(self, inputs: Inputs) -> bool:
         """Whether it can for such inputs."""
 
     @abstractmethod
-    def attend_with_moments(self, inputs: Inputs) -> tuple[Attended, Tensor]:
-        """As `Engine.attend` with values, and the averages of values times ‖q − k‖², (B, N, C)."""
+    def differentiate(self, inputs: Inputs, row: Tensor, column: Tensor, shift: Tensor) -> Derivatives:
+        """The sums for s̄_ij = exp(s_ij − shift_i) R_i · S_j, with rows R (B, N, C), columns S (B, M, C), shift (B, N).
+
+        The values of the inputs do not matter, and their scores s_ij include the bias.
+        """
 
 
 class Backend(Engine):

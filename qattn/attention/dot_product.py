@@ -71,7 +71,7 @@ class DotProduct:
 def prepare(inputs: Inputs, *, split: bool, multiple: int) -> DotProduct:
     """Lifts, in 16-bit parts if `split`, and pads to a multiple of `multiple`."""
     E = width(inputs, split=split, multiple=multiple)
-    query, key = inputs.query.to(inputs.dtype), inputs.key.to(inputs.dtype)
+    query, key = inputs.embedded
     bias = None if inputs.bias is None else inputs.bias.to(inputs.dtype)
     scale = None
     if split:

@@ -16,6 +16,7 @@ from torch import Tensor
 from qattn.attended import Attended
 from qattn.attention.backend import Backend
 from qattn.attention.inputs import Inputs
+from qattn.attention.score import pair_score
 from qattn.attention.sink import attend_with_sink
 
 __all__ = ["BlockLists", "Flex", "attend_blocks"]
@@ -121,11 +122,13 @@ def _flex(inputs: Inputs, value: Tensor, sink: Tensor | None, lists: BlockLists 
     B, N, D = inputs.query.shape
     M = inputs.key.shape[1]
     score = inputs.score
+    sigma = None if inputs.sigma is None else inputs.sigma.to(inputs.dtype)
     query, key = inputs.query.to(inputs.dtype), inputs.key.to(inputs.dtype)
     bias = inputs.key.new_zeros(B, M) if inputs.bias is None else inputs.bias.to(inputs.dtype)
 
     def pair(_: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return score([query[b, i, c] for c in range(D)], [key[b, j, c] for c in range(D)]) + bias[b, j]
+        pair = [query[b, i, c] for c in range(D)], [key[b, j, c] for c in range(D)]
+        return pair_score(score, *pair, None if sigma is None else sigma[b]) + bias[b, j]
 
     def pair_or_sink(dot: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         assert sink is not None

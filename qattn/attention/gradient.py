@@ -1,19 +1,19 @@
-r"""Gradients of Gaussian attention, written with attention.
+r"""Gradients of Gaussian attention.
 
-With p_ij = exp(s_ij − lse_i), cotangents G of out and g of lse, and h_i = g_i − G_i · out_i, the score has the
-cotangent
+With p_ij = exp(s_ij − lse_i), cotangents G of out and g of lse, and h_i = g_i − G_i · out_i, the score s_ij = b_j −
+‖q_i − k_j‖² / 2σ² has the cotangent s̄_ij = p_ij (G_i · v_j + h_i), and
 
-    s̄_ij = p_ij (G_i · v_j + h_i)        and        v̄_j = Σ_i p_ij G_i,   b̄_j = Σ_i s̄_ij,
-    q̄_i = Σ_j s̄_ij (k_j − q_i),         k̄_j = Σ_i s̄_ij (q_i − k_j).
+    q̄_i = Σ_j s̄_ij (k_j − q_i) / σ²,     k̄_j = Σ_i s̄_ij (q_i − k_j) / σ²,     σ̄ = Σ_ij s̄_ij ‖q_i − k_j‖² / σ³,
+    b̄_j = Σ_i s̄_ij,     v̄_j = Σ_i p_ij G_i.
 
-The sums over j are one attend with the values (v ⊗ k, k). The sums over i are one attend with queries and keys
-exchanged and the bias −lse, whose weights are p_ij e^{−b_j}. So an engine needs no backward kernel of its own, memory
-stays O(N), and the result can be differentiated again.
+All but the last are sums of s̄_ij (1, k_j − q_i, ‖k_j − q_i‖²) over one side, with s̄_ij = p_ij R_i · S_j for rows R and
+columns S. Engines that are `Differentiating` take these sums themselves. For all others, and for derivatives of higher
+order, they are written with attention: columns times powers of coordinates are values of one more attend, whose weights
+contain the sizes of the columns. So no engine needs a backward kernel of its own, and memory stays O(N).
 
-By the logarithm of a bandwidth that points are divided by, s has the derivative ‖q − k‖². Engines that average values
-times that in the same pass spare the backward pass those C D channels:
-
-    ∂/∂ log σ = Σ_i (G_i · Σ_j p_ij ‖q_i − k_j‖² v_j + h_i Σ_j p_ij ‖q_i − k_j‖²).
+Sums of products with coordinates cancel, and are taken in a dtype in which that does no harm: float32 or float64,
+whatever the dtype of the values. Constants in the values cancel too, and are taken out first: out moves along with
+them, and s̄ does not change.
 """
 
 from dataclasses import replace
@@ -21,179 +21,239 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from qattn.attended import Attended
-from qattn.attention.backend import Engine, Moments
+from qattn.attended import Attended, sized
+from qattn.attention.backend import Derivatives, Differentiating, Engine
 from qattn.attention.dispatch import select
 from qattn.attention.inputs import Inputs
 from qattn.attention.score import gaussian
-from qattn.pullback import vector_jacobian
 
-__all__ = ["attend_differentiably"]
+__all__ = ["attend_differentiably", "derivatives"]
+
+_CANCELLED = 1e-4  # of a gradient, that rounding may take away
 
 
 def attend_differentiably(inputs: Inputs, engine: Engine) -> Attended:
     """Attention by `engine`, with gradients of every order where any are asked for."""
     with torch.autocast(inputs.device.type, enabled=False):  # scores need the precision that they are given
+        _refuse_forward_mode(inputs)
         if not inputs.is_gaussian or not inputs.needs_gradients:
             return engine.attend(inputs)
-        if inputs.log_sigma is None:
-            return Attended(*_Attend.apply(inputs.query, inputs.key, inputs.value, inputs.bias, inputs.tol, engine))
-        if isinstance(engine, Moments) and engine.takes_moments(inputs):
-            tensors = inputs.log_sigma, inputs.query, inputs.key, inputs.value, inputs.bias
-            return Attended(*_AttendByBandwidth.apply(*tensors, inputs.tol, engine)[:2])
-        return attend_differentiably(_by_points(inputs), engine)
+        tensors = inputs.query, inputs.key, inputs.value, inputs.bias, inputs.sigma
+        return Attended(*_Attend.apply(*tensors, inputs.tol, engine))
 
 
-def _by_points(inputs: Inputs) -> Inputs:
-    """The same attention as a function of its queries and keys, which are functions of the bandwidths."""
-    assert inputs.log_sigma is not None
-    scale = torch.exp(inputs.log_sigma.detach() - inputs.log_sigma)[:, None, None].to(inputs.query.dtype)  # 1
-    return replace(inputs, query=scale * inputs.query, key=scale * inputs.key, log_sigma=None)
-
-
-def _again(engine: Engine, tol: float, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Attended:
-    """An attend of the backward pass: by the same engine if it takes these values too, else by what "auto" takes."""
-    inputs = Inputs(query, key, value, bias, gaussian, tol, query.shape[:1])
-    if engine.not_supported_reasons(inputs):
-        engine = select(inputs, "auto")
-    return attend_differentiably(inputs, engine)
+def _refuse_forward_mode(inputs: Inputs) -> None:
+    """Compiled loops would lose the tangents of dual numbers, and know no tensors of torch.func."""
+    tensors = [x for x in (inputs.query, inputs.key, inputs.value, inputs.bias, inputs.sigma) if x is not None]
+    if any(torch._C._functorch.is_functorch_wrapped_tensor(x) for x in tensors):
+        raise NotImplementedError(
+            "qattn does not run inside torch.func (vmap, grad, jacrev, jvp). Give batches as leading axes, and "
+            "differentiate with torch.autograd: `torch.autograd.grad` or `torch.autograd.functional.jacobian`."
+        )
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError(
+            "qattn has no forward-mode derivatives, and would lose the tangents. Take reverse mode, or "
+            "`torch.autograd.functional.jvp`, which goes backward twice."
+        )
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
-        query: Tensor, key: Tensor, value: Tensor | None, bias: Tensor | None, tol: float, engine: Engine
-    ) -> tuple[Tensor | None, Tensor]:
-        return engine.attend(Inputs(query, key, value, bias, gaussian, tol, query.shape[:1]))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, Tensor]) -> None:
-        *tensors, ctx.tol, ctx.engine = inputs
-        ctx.save_for_backward(*tensors, *output)
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        query, key, value, bias, out, lse = ctx.saved_tensors
-        grad_out, grad_lse = grads
-        has_values = grad_out is not None
-        if not has_values:  # as if the values had no channels
-            value, out, grad_out = (x.new_zeros(*x.shape[:2], 0, dtype=lse.dtype) for x in (key, query, query))
-        grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse
-        h = (grad_lse - (grad_out.to(lse.dtype) * out).sum(-1))[..., None]  # (B, N, 1)
-        # Products of coordinates and values cancel less about the centre.
-        q, k = ctx.engine.centred(query.to(lse.dtype), key.to(lse.dtype))
-        C, D, dtype = value.shape[-1], query.shape[-1], value.dtype
-        needs_query, needs_key, needs_value, needs_bias = ctx.needs_input_grad[:4]
-        grad_query = grad_key = grad_value = grad_bias = None
-
-        if needs_query:
-            values = torch.cat([_outer(value, k), k.to(dtype)], dim=-1)  # (B, M, CD + D)
-            means = _again(ctx.engine, ctx.tol, query, key, values, bias).out
-            assert means is not None
-            weighted, plain = means.split([C * D, D], dim=-1)
-            grad_query = _contract(grad_out, weighted, D) + h * plain - grad_lse[..., None] * q
-            grad_query = grad_query.to(query.dtype)
-
-        if needs_key or needs_value or needs_bias:
-            columns = [grad_out, h, *([_outer(grad_out, q), h * q] if needs_key else [])]
-            sums = _sums_over_queries(ctx.engine, ctx.tol, query, key, bias, lse, columns, dtype)
-            total = (value * sums[0]).sum(-1, keepdim=True) + sums[1]  # Σ_i s̄_ij
-            grad_value = sums[0].to(dtype) if needs_value and has_values else None
-            grad_bias = total[..., 0].to(bias.dtype) if needs_bias else None
-            if needs_key:
-                grad_key = (_contract(value, sums[2], D) + sums[3] - k * total).to(key.dtype)
-        return grad_query, grad_key, grad_value, grad_bias, None, None
-
-
-def _sums_over_queries(
-    engine: Engine,
-    tol: float,
-    query: Tensor,
-    key: Tensor,
-    bias: Tensor | None,
-    lse: Tensor,
-    columns: list[Tensor],
-    dtype: torch.dtype,
-) -> list[Tensor]:
-    """Σ_i p_ij c_i (B, M, n) for each of the columns c (B, N, n), by one attend from the keys to the queries."""
-    values = torch.cat([column.to(dtype) for column in columns], dim=-1)
-    present = torch.where(lse == -torch.inf, -torch.inf, -lse)  # a row without keys has no weights
-    means, scale = _again(engine.exchanged, tol, key, query, values, present)
-    scale = torch.exp(scale if bias is None else scale + bias)[..., None]  # (B, M, 1)
-    assert means is not None
-    return list((scale * means).split([column.shape[-1] for column in columns], dim=-1))
-
-
-class _AttendByBandwidth(torch.autograd.Function):
-    """Attention as a function of log σ, values and biases; the third result, without gradients, is for the backward."""
-
-    @staticmethod
-    def forward(
-        log_sigma: Tensor,
         query: Tensor,
         key: Tensor,
         value: Tensor | None,
         bias: Tensor | None,
+        sigma: Tensor | None,
         tol: float,
         engine: Engine,
-    ) -> tuple[Tensor | None, Tensor, Tensor]:
-        dtype = torch.promote_types(query.dtype, torch.float32) if value is None else value.dtype
-        ones = key.new_ones(*key.shape[:2], 1, dtype=dtype)
-        values = ones if value is None else torch.cat([value, ones], dim=-1)
-        inputs = Inputs(query, key, values, bias, gaussian, tol, query.shape[:1])
-        assert isinstance(engine, Moments)
-        (out, lse), moments = engine.attend_with_moments(inputs)
-        assert out is not None
-        return None if value is None else out[..., :-1], lse, moments
+    ) -> tuple[Tensor | None, Tensor]:
+        return engine.attend(Inputs(query, key, value, bias, gaussian, tol, query.shape[:1], sigma))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, Tensor, Tensor]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, Tensor]) -> None:
         *tensors, ctx.tol, ctx.engine = inputs
-        ctx.mark_non_differentiable(output[2])
+        ctx.is_self = inputs[0] is inputs[1]
         ctx.save_for_backward(*tensors, *output)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        log_sigma, query, key, value, bias, out, lse, moments = ctx.saved_tensors
-        if torch.is_grad_enabled():  # to be differentiated again, which the moments cannot be
-
-            def attended(*tensors: Tensor) -> tuple[Tensor, ...]:
-                inputs = Inputs(query, key, tensors[1], tensors[2], gaussian, ctx.tol, query.shape[:1], tensors[0])
-                results = attend_differentiably(_by_points(inputs), ctx.engine)
-                return tuple(x for x, grad in zip(results, grads, strict=False) if x is not None and grad is not None)
-
-            cotangents = tuple(grad for grad in grads[:2] if grad is not None)
-            by_sigma, by_value, by_bias = vector_jacobian(attended, (log_sigma, value, bias), cotangents)
-            return by_sigma, None, None, by_value, by_bias, None, None
-        grad_out, grad_lse = grads[:2]
-        if grad_out is None:  # as if the values had no channels
-            dtype = lse.dtype
-            value, out, grad_out = (x.new_zeros(*x.shape[:2], 0, dtype=dtype) for x in (key, query, query))
-            moments = moments[..., -1:]
-        grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse
-        h = (grad_lse - (grad_out.to(lse.dtype) * out).sum(-1))[..., None]  # (B, N, 1)
-        by_sigma = (torch.cat([grad_out.to(lse.dtype), h], dim=-1) * moments).sum((1, 2)).to(log_sigma.dtype)
-        by_value = by_bias = None
-        if ctx.needs_input_grad[3] or ctx.needs_input_grad[4]:
-            sums = _sums_over_queries(ctx.engine, ctx.tol, query, key, bias, lse, [grad_out, h], value.dtype)
-            by_value = sums[0].to(value.dtype) if ctx.needs_input_grad[3] and value.shape[-1] else None
-            if ctx.needs_input_grad[4]:
-                by_bias = ((value * sums[0]).sum(-1) + sums[1][..., 0]).to(bias.dtype)
-        return by_sigma, None, None, by_value, by_bias, None, None
-
-
-def _outer(value: Tensor, points: Tensor) -> Tensor:
-    """(B, N, C) and (B, N, D) to (B, N, CD)."""
-    return (value[..., :, None] * points[..., None, :]).flatten(-2)
+        query, key, value, bias, sigma, out, lse = ctx.saved_tensors
+        key = query if ctx.is_self else key
+        grad_out, grad_lse = grads
+        if grad_out is None:
+            value = out = None
+        inputs = Inputs(query, key, value, bias, gaussian, ctx.tol, query.shape[:1], sigma)
+        needs_query, needs_key, needs_value, needs_bias, needs_sigma = ctx.needs_input_grad[:5]
+        grad_query = grad_key = grad_value = grad_bias = grad_sigma = None
+        if needs_value and grad_out is not None:
+            grad_value = _by_value(ctx.engine, inputs, lse, grad_out)
+        if needs_query or needs_key or needs_bias or needs_sigma:
+            sides = _sides(ctx.engine, inputs, Attended(out, lse), grad_out, grad_lse, needs_sigma)
+            sigmas = sides.inputs.sigma
+            sigma_squared = 1.0 if sigmas is None else sigmas[:, None, None] ** 2
+            found = None
+            if needs_query:
+                found = sides.over_keys(needs_sigma)
+                grad_query = (found.first / sigma_squared).to(query.dtype)
+            if needs_key or needs_bias or found is None:
+                found = sides.over_queries(needs_sigma, needs_first=needs_key)
+                grad_key = (found.first / sigma_squared).to(key.dtype) if needs_key else None
+                grad_bias = found.total.to(bias.dtype) if needs_bias else None
+            if needs_sigma and sigmas is not None:
+                grad_sigma = (found.second.sum(-1) / sigmas**3).to(sigma.dtype)
+        return grad_query, grad_key, grad_value, grad_bias, grad_sigma, None, None
 
 
-def _contract(value: Tensor, outer: Tensor, dims: int) -> Tensor:
-    """Σ_c value_c outer_cd: (B, N, C) and (B, N, CD) to (B, N, D)."""
-    return (
-        (value[..., None] * outer.unflatten(-1, (-1, dims))).sum(-2)
-        if value.shape[-1]
-        else outer.new_zeros(*outer.shape[:-1], dims)
-    )
+def _by_value(engine: Engine, inputs: Inputs, lse: Tensor, grad_out: Tensor) -> Tensor:
+    """Σ_i p_ij G_i, in the dtype of the values."""
+    assert inputs.value is not None
+    log_size, unit = sized(grad_out)
+    bias = _finite_or_absent(-lse + log_size)
+    back = Inputs(inputs.key, inputs.query, unit, bias, gaussian, inputs.tol, inputs.batch, inputs.sigma)
+    means, scale = _again(engine.exchanged, back)
+    assert means is not None
+    scale = scale if inputs.bias is None else scale + inputs.bias
+    return (torch.exp(scale)[..., None] * means).to(inputs.value.dtype)
+
+
+def _or_zeros(bias: Tensor | None, key: Tensor) -> Tensor:
+    """The bias (B, M) of keys (B, M, D), 0 by default."""
+    return key.new_zeros(key.shape[:2]) if bias is None else bias
+
+
+def _finite_or_absent(bias: Tensor) -> Tensor:
+    """A bias with −inf instead of +inf and NaN: those of rows without any key, which have no weights."""
+    return torch.where(bias < torch.inf, bias, -torch.inf)
+
+
+def _again(engine: Engine, inputs: Inputs) -> Attended:
+    """An attend of the backward pass: by the same engine if it takes these inputs too, else by what "auto" takes."""
+    if engine.not_supported_reasons(inputs):
+        engine = select(inputs, "auto")
+    return attend_differentiably(inputs, engine)
+
+
+class _Sides:
+    """Both sides of an attention that is differentiated: s̄_ij = p_ij R_i · S_j with R = (G, h) and S = (v, 1).
+
+    All tensors have the dtype that their sums are taken in.
+    """
+
+    def __init__(self, engine: Engine, inputs: Inputs, row: Tensor, column: Tensor, lse: Tensor) -> None:
+        self._engine, self.inputs, self._row, self._column, self._lse = engine, inputs, row, column, lse
+
+    def over_keys(self, needs_second: bool) -> Derivatives:
+        """Sums over j for each query i."""
+        shift = torch.where(self._lse == -torch.inf, torch.inf, self._lse)
+        return derivatives(self._engine, self.inputs, self._row, self._column, shift, True, needs_second)
+
+    def over_queries(self, needs_second: bool, needs_first: bool) -> Derivatives:
+        """Sums over i for each key j."""
+        inputs = self.inputs
+        present = _finite_or_absent(-self._lse)
+        bias = _or_zeros(inputs.bias, inputs.key)
+        absent = torch.where(bias == -torch.inf, torch.inf, -bias)
+        back = replace(inputs, query=inputs.key, key=inputs.query, bias=present)
+        return derivatives(self._engine.exchanged, back, self._column, self._row, absent, needs_first, needs_second)
+
+
+def _sides(
+    engine: Engine,
+    inputs: Inputs,
+    attended: Attended,
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    needs_sigma: bool,
+) -> _Sides:
+    """Rows and columns of s̄, without the constants in the values and in a dtype in which their sums are right."""
+    (out, lse), value = attended, inputs.value
+    grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse
+    dtype = _dtype_of_sums(engine, inputs, lse, grad_out, grad_lse, needs_sigma)
+    tensors = (None if x is None else x.to(dtype) for x in (inputs.query, inputs.key, value, inputs.bias, inputs.sigma))
+    query, key, value, bias, sigma = tensors
+    is_self = inputs.query is inputs.key
+    inputs = replace(inputs, query=query, key=query if is_self else key, value=value, bias=bias, sigma=sigma)  # type: ignore[arg-type]
+    if lse.dtype != dtype or (out is not None and out.dtype != dtype):
+        out, lse = _again(engine, inputs)
+    row, column = grad_lse.to(dtype)[..., None], torch.ones_like(inputs.key[..., :1])
+    if value is not None and grad_out is not None and out is not None:
+        constant = engine.ranks.mean(_or_zeros(bias, inputs.key).detach(), value.detach())
+        value, out, grad_out = value - constant, out - constant, grad_out.to(dtype)
+        row = torch.cat([grad_out, row - (grad_out * out).sum(-1, keepdim=True)], dim=-1)
+        column = torch.cat([value, column], dim=-1)
+    return _Sides(engine, inputs, row, column, lse)
+
+
+def _dtype_of_sums(
+    engine: Engine, inputs: Inputs, lse: Tensor, grad_out: Tensor | None, grad_lse: Tensor, needs_sigma: bool
+) -> torch.dtype:
+    """float64 if rounding in float32 would take more than `_CANCELLED` of a gradient away."""
+    if lse.dtype == torch.float64:
+        return lse.dtype
+    counts = grad_lse != 0
+    if grad_out is not None:
+        counts = counts | (grad_out != 0).any(-1)
+    bias = _or_zeros(inputs.bias, inputs.key).detach()
+    is_present = bias > -torch.inf
+    if _differentiates(engine, inputs):
+        # Differences are right to their last digits: only scores of rows far from all keys are too large for them.
+        top = bias.amax(-1, keepdim=True)
+        size = torch.where(counts & (lse > -torch.inf), top - lse.detach(), 0).clamp(min=0)
+    else:
+        # Values times coordinates: differences of the order of a bandwidth are left of numbers as large as the cloud.
+        query, key = (x.norm(dim=-1) for x in inputs.embedded)
+        rows, columns = torch.where(counts, query, 0), torch.where(is_present, key, 0)
+        size = torch.cat([rows, columns], dim=-1) ** (4 if needs_sigma else 2)
+    largest = float(engine.ranks.largest(size).amax()) if len(size) else 0.0
+    return torch.float64 if torch.finfo(torch.float32).eps * largest > _CANCELLED else torch.float32
+
+
+def _differentiates(engine: Engine, inputs: Inputs) -> bool:
+    return not torch.is_grad_enabled() and isinstance(engine, Differentiating) and engine.can_differentiate(inputs)
+
+
+def derivatives(
+    engine: Engine,
+    inputs: Inputs,
+    row: Tensor,
+    column: Tensor,
+    shift: Tensor,
+    needs_first: bool = True,
+    needs_second: bool = True,
+) -> Derivatives:
+    """Σ_j s̄_ij (1, k_j − q_i, ‖k_j − q_i‖²) with s̄_ij = exp(s_ij − shift_i) R_i · S_j; 0 for what is not needed."""
+    if _differentiates(engine, inputs):
+        assert isinstance(engine, Differentiating)
+        # Columns of 0 are left out: the biases of points far away, without a cotangent, would hide those of others.
+        bias = torch.where((column == 0).all(-1), -torch.inf, _or_zeros(inputs.bias, inputs.key))
+        return engine.differentiate(replace(inputs, bias=bias), row, column, shift)
+    log_size, unit = sized(column)
+    bias = log_size if inputs.bias is None else inputs.bias + log_size
+    scale = 1.0 if inputs.sigma is None else inputs.sigma[:, None, None]
+    # The points of several ranks are about an origin that all of them share.
+    origin = replace(inputs, bias=bias).origin if engine.ranks.is_alone else 0
+    query, key = (inputs.query - origin) / scale, (inputs.key - origin) / scale
+    C, D = column.shape[-1], query.shape[-1]
+    values = [unit]
+    if needs_first or needs_second:
+        values.append((unit[..., :, None] * key[..., None, :]).flatten(-2))  # (B, M, C D)
+    if needs_second:
+        values.append(unit * key.square().sum(-1, keepdim=True))
+    means, lse = _again(engine, replace(inputs, value=torch.cat(values, dim=-1), bias=bias))
+    assert means is not None
+    weight = torch.exp(lse - shift)
+    sums = (weight[..., None] * means).split([x.shape[-1] for x in values], dim=-1)
+    total = (row * sums[0]).sum(-1)
+    first, second = torch.zeros_like(query), torch.zeros_like(total)
+    if needs_first or needs_second:
+        plain = torch.einsum("bnc,bncd->bnd", row, sums[1].unflatten(-1, (C, D)))
+        first = plain - query * total[..., None]
+        if needs_second:
+            second = (row * sums[2]).sum(-1) - (query * (plain + first)).sum(-1)
+            second = second * (scale[..., 0] ** 2 if isinstance(scale, Tensor) else 1.0)
+        first = first * scale
+    return Derivatives(total, first, second)

@@ -24,8 +24,7 @@ class Inputs:
         score: The score of one query and one key.
         tol: The largest error of lse that is acceptable.
         batch: The shape the batch axis had.
-        log_sigma: Logarithms (B,) of the bandwidths that queries and keys have been divided by, if the attention is to
-            be differentiated by those and not by queries and keys.
+        sigma: Bandwidths (B,), for scores s((q − k) / σ) of differences; None for s(q, k) itself.
     """
 
     query: Tensor
@@ -35,7 +34,7 @@ class Inputs:
     score: Score
     tol: float
     batch: torch.Size
-    log_sigma: Tensor | None = None
+    sigma: Tensor | None = None
 
     @property
     def device(self) -> torch.device:
@@ -49,7 +48,7 @@ class Inputs:
 
     @property
     def needs_gradients(self) -> bool:
-        tensors = self.query, self.key, self.value, self.bias, self.log_sigma
+        tensors = self.query, self.key, self.value, self.bias, self.sigma
         return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
     @property
@@ -61,9 +60,28 @@ class Inputs:
         return 0 if self.value is None else self.value.shape[-1]
 
     @cached_property
+    def origin(self) -> Tensor:
+        """The mean of the keys by their weights e^b, (B, 1, D), without gradient: near the points that matter."""
+        key = self.key.detach().to(self.dtype)
+        if self.bias is None:
+            return key.double().mean(1, keepdim=True).to(key)
+        bias = self.bias.detach().double()
+        share = torch.where((bias == -torch.inf).all(-1, keepdim=True), 0, bias).softmax(-1)  # (B, M)
+        return (share[..., None] * key).sum(1, keepdim=True).to(key)
+
+    @cached_property
+    def embedded(self) -> tuple[Tensor, Tensor]:
+        """Queries and keys about the origin, in units of the bandwidth; keys that are absent lie at the origin."""
+        query, key = (x.detach().to(self.dtype) - self.origin for x in (self.query, self.key))
+        if self.bias is not None:
+            key = torch.where((self.bias == -torch.inf)[..., None], 0, key)
+        scale = 1.0 if self.sigma is None else self.sigma.detach().to(self.dtype)[:, None, None]
+        return query / scale, key / scale
+
+    @cached_property
     def extent(self) -> Extent:
         """How large the coordinates and biases are: what decides the rounding of a lift."""
-        return extent(self.query.to(self.dtype), self.key.to(self.dtype), self.bias)
+        return extent(*self.embedded, self.bias)
 
     def describe(self) -> str:
         """One aligned line a tensor, for messages."""

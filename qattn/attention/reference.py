@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from qattn.attended import Attended
 from qattn.attention.backend import Backend
 from qattn.attention.inputs import Inputs
+from qattn.attention.score import pair_score
 
 __all__ = ["Reference"]
 
@@ -33,9 +34,10 @@ class Reference(Backend):
         key = inputs.key.to(inputs.dtype)[:, None].unbind(-1)  # D × (B, 1, M)
         bias = None if inputs.bias is None else inputs.bias.to(inputs.dtype)[:, None]  # (B, 1, M)
         value = None if inputs.value is None else inputs.value.to(inputs.dtype)
+        sigma = None if inputs.sigma is None else inputs.sigma.to(inputs.dtype)[:, None, None]
 
         def rows(query: Tensor) -> list[Tensor]:
-            scores = inputs.score(query.to(inputs.dtype)[:, :, None].unbind(-1), key)  # (B, n, M)
+            scores = pair_score(inputs.score, query.to(inputs.dtype)[:, :, None].unbind(-1), key, sigma)  # (B, n, M)
             if bias is not None:
                 scores = scores + bias
             lse = scores.logsumexp(-1)  # (B, n)

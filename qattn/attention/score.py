@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-__all__ = ["Score", "gaussian"]
+__all__ = ["Score", "gaussian", "pair_score"]
 
 Score = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
 
@@ -19,3 +19,10 @@ def gaussian(query: Sequence[Tensor], key: Sequence[Tensor]) -> Tensor:
     for q, k in zip(query[1:], key[1:], strict=True):
         score = score + (q - k) ** 2
     return -0.5 * score
+
+
+def pair_score(score: Score, query: Sequence[Tensor], key: Sequence[Tensor], sigma: Tensor | None) -> Tensor:
+    """s(q, k), or s((q − k) / σ) with a bandwidth: differences first, as points far from the origin would round."""
+    if sigma is None:
+        return score(query, key)
+    return score([(q - k) / sigma for q, k in zip(query, key, strict=True)], [0.0] * len(query))  # type: ignore[list-item]

@@ -89,7 +89,7 @@ def _cuda_flash(inputs: Inputs) -> Attended:
 def _public(inputs: Inputs) -> Attended:
     """The documented function alone: the sink is one more key, and its score one more coordinate of the query."""
     bias = None if inputs.bias is None else inputs.bias.to(inputs.dtype)
-    query, key = lift_full(inputs.query.to(inputs.dtype), inputs.key.to(inputs.dtype), bias)
+    query, key = lift_full(*inputs.embedded, bias)
     _, M, E = key.shape  # E = D + 2
     key = torch.nn.functional.pad(key, (0, 1, 0, 1))
     key[:, M, E] = 1

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from qattn.attended import Attended
 from qattn.attention.inputs import Inputs
+from qattn.attention.score import pair_score
 
 __all__ = ["attend_with_sink"]
 
@@ -25,7 +26,8 @@ def _guess(inputs: Inputs) -> Tensor:
     """lse over a few keys, as if the others were like them; shape (B, N)."""
     stride = -(-inputs.key.shape[1] // _SAMPLE)
     key = inputs.key[:, ::stride].to(inputs.dtype)[:, None].unbind(-1)  # D × (B, 1, m)
-    scores = inputs.score(inputs.query.to(inputs.dtype)[:, :, None].unbind(-1), key)  # (B, N, m)
+    sigma = None if inputs.sigma is None else inputs.sigma.to(inputs.dtype)[:, None, None]
+    scores = pair_score(inputs.score, inputs.query.to(inputs.dtype)[:, :, None].unbind(-1), key, sigma)  # (B, N, m)
     if inputs.bias is not None:
         scores = scores + inputs.bias[:, None, ::stride].to(inputs.dtype)
     lse = scores.logsumexp(-1)

@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from qattn.attended import Attended
-from qattn.attention.backend import Engine
+from qattn.attention.backend import Derivatives, Differentiating, Engine
 from qattn.attention.inputs import Inputs
+from qattn.attention.native import excess
 from qattn.attention.score import gaussian
 from qattn.distributed.group import Group, pack, unpack
 from qattn.kernels.tiles import SortedCloud, Tiles
@@ -34,9 +35,9 @@ _CHUNK = 2**10  # points whose distances to boxes are computed at a time
 
 
 class _Nodes:
-    """Runs of a sorted cloud (B, N, D), and the boxes about them; none are in reach of an empty cloud."""
+    """Runs of a sorted cloud (B, N, D), and boxes about them in units of the bandwidths (B,); none if it is empty."""
 
-    def __init__(self, cloud: SortedCloud, device: torch.device) -> None:
+    def __init__(self, cloud: SortedCloud, sigma: Tensor, device: torch.device) -> None:
         B, N, D = cloud.points.shape
         self.is_empty, self._order, self._run = N == 0, cloud.order.to(device), PART
         while _NODES * self._run < N:  # a power of two of leaves, which is a node of the k-d tree
@@ -47,7 +48,8 @@ class _Nodes:
             last = torch.arange(_NODES * self._run).clamp(max=N - 1)  # the last point repeated
             index = cloud.order[:, last, None].expand(-1, -1, D)
             runs = cloud.points.double().gather(1, index).unflatten(1, (_NODES, self._run)).to(device)
-            self.low, self.high = runs.amin(2), runs.amax(2)
+            scale = sigma.to(device)[:, None, None]
+            self.low, self.high = runs.amin(2) / scale, runs.amax(2) / scale
 
     def split(self, x: Tensor, filling: float) -> Tensor:
         """x (B, N) as (B, nodes, points), with something in the place of points that are missing."""
@@ -60,18 +62,20 @@ class _Nodes:
         return torch.stack([self.low, self.high], dim=2)
 
 
-class Halo(Engine):
+class Halo(Engine, Differentiating):
     """Attention from the queries of this rank to the keys of all, in tiles.
 
     Args:
         group: The ranks.
-        query: The points (B, N, D) that attend, in units of the bandwidth.
+        query: The points (B, N, D) that attend.
         key: The points attended to, about the same origin on all ranks; the same object for a cloud and itself.
+        sigma: The bandwidths (B,).
         backend: That of `Tiles`.
     """
 
-    def __init__(self, group: Group, query: SortedCloud, key: SortedCloud, backend: str) -> None:
+    def __init__(self, group: Group, query: SortedCloud, key: SortedCloud, sigma: Tensor, backend: str) -> None:
         self._group, self._query, self._key, self._backend = group, query, key, backend
+        self._sigma = sigma.detach().double()
         self._reach: Tensor | None = None  # (B, nodes): R²/2 of the halo
         self._wanted: dict[int, list[Tensor]] = {}  # for each other rank and cloud, the numbers of keys that it needs
         self._counts: dict[int, list[int]] = {}  # and how many of that rank this one needs
@@ -79,25 +83,22 @@ class Halo(Engine):
         self._tiles: list[Tiles] = []
 
     @property
-    def is_sharded(self) -> bool:
-        return True
+    def ranks(self) -> Group:
+        return self._group
 
     def not_supported_reasons(self, inputs: Inputs) -> list[str]:
         return Tiles(self._query, self._key, self._backend).not_supported_reasons(inputs)
 
-    def centred(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        return query, key
-
     @cached_property
     def exchanged(self) -> "Halo":
-        return self if self._query is self._key else Halo(self._group, self._key, self._query, self._backend)
+        if self._query is self._key:
+            return self
+        return Halo(self._group, self._key, self._query, self._sigma, self._backend)
 
     def attend(self, inputs: Inputs) -> Attended:
         bias = inputs.key.new_zeros(inputs.key.shape[:2]) if inputs.bias is None else inputs.bias
-        needed, is_absent = self._needed(bias, 0.5 * inputs.tol)
-        grows = self._reach is None or bool((needed > self._reach).any())
-        if self._group.maximum(torch.tensor(float(grows), device=inputs.device)) > 0:
-            self._grow(needed, inputs.key)
+        more = None if inputs.value is None else excess(inputs.value, bias, self._group)
+        is_absent = self._reached(inputs, bias, bias if more is None else bias + more)
         parts = [bias[..., None], *([] if inputs.value is None else [inputs.value])]
         found = [
             self._attended(b, inputs, *rows) if self._query.points.shape[1] and not is_absent[b] else None
@@ -112,18 +113,44 @@ class Halo(Engine):
         outs = None if inputs.value is None else torch.cat([one.out for one in results])  # type: ignore[misc]
         return Attended(outs, torch.cat([one.lse for one in results]))
 
+    def can_differentiate(self, inputs: Inputs) -> bool:
+        return Tiles(self._query, self._key, self._backend).can_differentiate(inputs)
+
+    def differentiate(self, inputs: Inputs, row: Tensor, column: Tensor, shift: Tensor) -> Derivatives:
+        bias = inputs.key.new_zeros(inputs.key.shape[:2]) if inputs.bias is None else inputs.bias
+        sized = bias + torch.log(column.abs().amax(-1))
+        is_absent = self._reached(inputs, sized, sized)
+        found = Derivatives(torch.zeros_like(shift), torch.zeros_like(inputs.query), torch.zeros_like(shift))
+        for b, (biases, columns) in enumerate(self._with_halo([bias[..., None], column])):
+            if self._query.points.shape[1] and not is_absent[b]:
+                local = self._local(b, inputs, biases, None)
+                sums = self._tiles[b].differentiate(local, row[b : b + 1], columns[None], shift[b : b + 1])
+                for whole, part in zip(found, sums, strict=True):
+                    whole[b] = part[0]
+        return found
+
+    def _reached(self, inputs: Inputs, bias: Tensor, most: Tensor) -> list[bool]:
+        """Finds a halo for keys that count for e^most where sums are of e^bias; which clouds have no keys at all."""
+        needed, is_absent = self._needed(bias, most, 0.5 * inputs.tol)
+        grows = self._reach is None or bool((needed > self._reach).any())
+        if self._group.maximum(torch.tensor(float(grows), device=inputs.device)) > 0:
+            self._grow(needed, inputs.key)
+        return is_absent
+
     def _attended(self, b: int, inputs: Inputs, bias: Tensor, value: Tensor | None = None) -> Attended:
         """Attention of the cloud b to keys here and in the halo, with bias (M, 1) and value (M, C)."""
+        return self._tiles[b].attend(self._local(b, inputs, bias, value))
+
+    def _local(self, b: int, inputs: Inputs, bias: Tensor, value: Tensor | None) -> Inputs:
         query, key = inputs.query[b : b + 1], self._keys[b][None]
-        values = None if value is None else value[None]
-        local = Inputs(query, key, values, bias[None, :, 0], gaussian, 0.5 * inputs.tol, query.shape[:1])
-        return self._tiles[b].attend(local)
+        values, sigma = None if value is None else value[None], self._sigma[b : b + 1]
+        return Inputs(query, key, values, bias[None, :, 0], gaussian, 0.5 * inputs.tol, query.shape[:1], sigma)
 
     @cached_property
     def _nodes(self) -> tuple[_Nodes, _Nodes]:
         """Those of the queries and of the keys."""
-        key = _Nodes(self._key, self._device)
-        return key if self._query is self._key else _Nodes(self._query, self._device), key
+        key = _Nodes(self._key, self._sigma, self._device)
+        return key if self._query is self._key else _Nodes(self._query, self._sigma, self._device), key
 
     @cached_property
     def _boxes(self) -> list[Tensor]:
@@ -136,7 +163,7 @@ class Halo(Engine):
         nodes = self._nodes[1]
         return torch.stack(self._group.gathered(torch.stack([nodes.low.amin(1), nodes.high.amax(1)], dim=1)), dim=1)
 
-    def _needed(self, bias: Tensor, tol: float) -> tuple[Tensor, list[bool]]:
+    def _needed(self, bias: Tensor, most: Tensor, tol: float) -> tuple[Tensor, list[bool]]:
         """R²/2 for each node of queries, (B, nodes), and which clouds have no keys on any rank."""
         self._device = bias.device
         query, key = self._nodes
@@ -151,7 +178,8 @@ class Halo(Engine):
             floor = torch.maximum(floor, _least(query, key.low, key.high, tops))
             if query is key:
                 floor = torch.maximum(floor, key.split(bias, torch.inf).amin(-1))
-            needed = total[:, None] - floor + math.log(1 / min(tol, 0.5))
+            count = torch.stack(self._group.gathered(_log_sum(most)), dim=1).logsumexp(-1)  # (B,)
+            needed = count[:, None] - floor + math.log(1 / min(tol, 0.5))
         return torch.where((total == -torch.inf)[:, None], -torch.inf, needed), (total == -torch.inf).tolist()
 
     def _grow(self, needed: Tensor, key: Tensor) -> None:
@@ -160,7 +188,8 @@ class Halo(Engine):
         rank, B = self._group.rank, len(key)
         reaches = self._group.gathered(self._reach)
         others = [r for r in range(self._group.size) if r != rank]
-        self._wanted = {r: [_in_reach(key[b], self._boxes[r][b], reaches[r][b]) for b in range(B)] for r in others}
+        scaled = [key[b].double() / self._sigma[b].to(key.device) for b in range(B)]
+        self._wanted = {r: [_in_reach(scaled[b], self._boxes[r][b], reaches[r][b]) for b in range(B)] for r in others}
         sizes = [[len(self._wanted[r][b]) if r != rank else 0 for b in range(B)] for r in range(self._group.size)]
         counts = self._group.gathered(torch.tensor(sizes, device=key.device))  # of each rank, (ranks, B)
         self._counts = {r: counts[r][rank].tolist() for r in others}
@@ -191,6 +220,11 @@ class Halo(Engine):
             [torch.cat([x[b], *(columns[n][b] for columns in arrived)]) for n, x in enumerate(parts)]
             for b in range(len(parts[0]))
         ]
+
+
+def _log_sum(bias: Tensor) -> Tensor:
+    """log Σ e^b of (B, M) in float64; −inf of none."""
+    return bias.double().logsumexp(-1) if bias.shape[-1] else bias.new_full((len(bias),), -torch.inf).double()
 
 
 def _least(nodes: _Nodes, low: Tensor, high: Tensor, tops: Tensor) -> Tensor:

@@ -16,8 +16,8 @@ from qattn.distributed.shards import Shards
 from qattn.kernels.base import GaussianPoints
 from qattn.kernels.fourier import Fourier
 from qattn.kernels.methods import Instead, Methods, Work
-from qattn.kernels.prepared import attend_by_heads, attend_prepared, rows_of_all
-from qattn.kernels.sites import scaled
+from qattn.kernels.prepared import attend_by_heads, attend_prepared, rows_attended
+from qattn.kernels.sites import with_heads
 from qattn.ranks import Ranks
 
 __all__ = ["ShardedGaussian"]
@@ -148,32 +148,33 @@ class ShardedGaussian(GaussianPoints):
 
     def _attend_by(self, engine: Engine | None, heads: Tensor | None, bias: Tensor, value: Tensor | None) -> Attended:
         assert engine is not None
-        query, key = self._embedded(self._sigma if heads is None else self._sigma[heads])
-        return attend_prepared(engine, query, key, value, bias, self._tol)
+        sigma = self._sigma if heads is None else self._sigma[heads]
+        return attend_prepared(engine, *self._clouds(sigma), value, bias, self._tol, sigma=sigma)
 
-    def _embedded(self, sigma: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries (*batch, n, d) and keys (*batch, m, d) of its attention, x / σ about the origin of all ranks."""
-        key = scaled(self.centred.to(self.dtype), sigma)
+    def _clouds(self, sigma: Tensor) -> tuple[Tensor, Tensor]:
+        """Targets (*batch, n, d) and points (*batch, m, d) about the origin of all ranks, for the heads of σ."""
+        key = with_heads(self.centred.to(self.dtype), sigma)
         if self._is_self:
             return key, key
         targets = self._targets - self._shards.origin.to(self._targets)
-        return scaled(targets.to(self.dtype), sigma), key
+        return with_heads(targets.to(self.dtype), sigma), key
 
     def exact_lse(self, rows: Tensor, bias: Tensor) -> Tensor:
         # On the device of the points, where the ranks can talk, and to the CPU in the end.
-        query, key, bias = (x.detach().double() for x in (*self._embedded(self._sigma), bias))
+        query, key, sigma, bias = (x.detach().double() for x in (*self._clouds(self._sigma), self._sigma, bias))
         batch = self.shape[:-2]
         query, key = (x.expand(*batch, -1, -1).reshape(batch.numel(), *x.shape[-2:]) for x in (query, key))
         bias = bias.expand(*batch, -1).reshape(batch.numel(), bias.shape[-1])
-        rows = rows.to(query.device)
-        found = [rows_of_all(self._group, query[b, rows], key[b], bias[b]) for b in range(batch.numel())]
+        sigma, rows = sigma.expand(batch).reshape(-1), rows.to(query.device)
+        clouds = zip(query[:, rows], key, sigma, bias, strict=True)
+        found = [rows_attended(self._group, q, k, s, None, b, "reference").lse for q, k, s, b in clouds]
         return torch.stack(found).reshape(*batch, len(rows)).cpu()
 
 
 def _engine(shards: Shards, backend: str, method: str, sigma: Tensor, instead: Instead | None) -> Engine:
     """The engine of a method for some bandwidths."""
     if method == "tiles":
-        return Halo(shards.group, *shards.sites.sorted(sigma), backend)
+        return Halo(shards.group, *shards.sites.sorted(sigma), shards.sites.flat(sigma)[2], backend)
     if method == "fourier":
-        return Fourier(*shards.sites.scaled(sigma), instead, shards.group)
+        return Fourier(*shards.sites.flat(sigma), instead, shards.group)
     return Ring(shards.group, shards.queries, shards.keys, backend)

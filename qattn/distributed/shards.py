@@ -38,7 +38,8 @@ class Shards:
         sums = group.sum(points.detach().double().sum(-2, keepdim=True))
         self.origin = sums / self.total  # (*batch, 1, d)
         self.is_self = targets is points
-        self.sites = Sites(targets, points, self.origin, group)
+        centered = points.detach() - self.origin.to(points)  # differences of them are right, wherever the cloud is
+        self.sites = Sites(centered if self.is_self else targets.detach() - self.origin.to(points), centered, group)
 
 
 def shard(points: Tensor, group: object = None) -> Tensor:

@@ -64,8 +64,9 @@ class Cutoff(NamedTuple):
     query_parts: Nodes
     keys: Nodes  # (clouds, nodes)
     key_parts: Nodes
-    tops: np.ndarray  # (clouds, nodes) log₂ Σ 2^β of the keys
+    tops: np.ndarray  # (clouds, nodes) log₂ Σ 2^β of the keys, or of what they count for by their values
     part_tops: np.ndarray
+    sums: np.ndarray  # (clouds, nodes) log₂ Σ 2^β of the keys
     starts: np.ndarray  # (levels + 1,) where the levels begin among the nodes
     query_tiles: int  # of each cloud
 
@@ -101,7 +102,8 @@ def _near_tiles(tile, cutoff, found, most):
         if not high > floor + cutoff.tol - _SHARES:
             continue
         # No covariance is less than the unit matrix, and no determinant more than that of the widest.
-        floor = max(floor, _most(top, box_span(boxes, box, nodes, node), 1.0, widest, cutoff.has_determinant))
+        span, own = box_span(boxes, box, nodes, node), cutoff.sums[cloud, node]
+        floor = max(floor, _most(own, span, 1.0, widest, cutoff.has_determinant))
         if level == 0:
             found[count], most[count] = cloud * starts[1] + i, high
             count += 1

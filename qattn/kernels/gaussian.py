@@ -3,19 +3,18 @@ r"""The Gaussian kernel of a cloud: K_ij = exp(−‖x_i − x_j‖² / 2σ²), 
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from qattn import _checks
 from qattn.attended import Attended
-from qattn.attention import attend
 from qattn.attention.api import attend_by
 from qattn.attention.backend import Engine
 from qattn.attention.dispatch import select
+from qattn.attention.score import Score, gaussian
 from qattn.kernels.base import GaussianPoints
 from qattn.kernels.methods import Choice, Methods, Work
 from qattn.kernels.prepared import attend_by_heads, attend_prepared
-from qattn.kernels.sites import Sites, scaled
+from qattn.kernels.sites import Sites, with_heads
 
 __all__ = ["GaussianKernel"]
 
@@ -82,7 +81,7 @@ class GaussianKernel(GaussianPoints):
 
     @property
     def centred(self) -> Tensor:
-        return self._points - self._points.mean(-2, keepdim=True).detach()
+        return self._points - self._points.double().mean(-2, keepdim=True).to(self._points).detach()
 
     @property
     def choices(self) -> list[Choice]:
@@ -94,11 +93,6 @@ class GaussianKernel(GaussianPoints):
         """The method in use: a word, or one for each head."""
         methods = tuple(choice.method for choice in self.choices)
         return methods[0] if self._sigma.ndim == 0 else methods
-
-    @property
-    def embeddings(self) -> tuple[Tensor, Tensor]:
-        """Queries (*batch, N, d) and keys (*batch, M, d) of its attention, x / σ; one object for a cloud and itself."""
-        return self._embedded(self._sigma)
 
     @property
     def diameter(self) -> float:
@@ -150,22 +144,21 @@ class GaussianKernel(GaussianPoints):
     def attend(self, bias: Tensor, value: Tensor | None = None) -> Attended:
         return attend_by_heads(self._methods.groups, self.shape[:-2], bias, value, self._attend_by)
 
-    def _embedded(self, sigma: Tensor) -> tuple[Tensor, Tensor]:
-        key = scaled(self._points.to(self.dtype), sigma)
-        return key if self._is_self else scaled(self._targets.to(self.dtype), sigma), key
+    def clouds(self, sigma: Tensor) -> tuple[Tensor, Tensor]:
+        """Targets and points for the heads of σ, (*batch, N, d) or (*batch, H, N, d); one object for the same."""
+        key = with_heads(self._points.to(self.dtype), sigma)
+        return key if self._is_self else with_heads(self._targets.to(self.dtype), sigma), key
 
     def _attend_by(self, engine: Engine | None, heads: Tensor | None, bias: Tensor, value: Tensor | None) -> Attended:
         """By an engine, which has been prepared for the batch of some heads; by an attention backend if None."""
         sigma = self._sigma if heads is None else self._sigma[heads]
-        # By the bandwidths alone, gradients are cheaper than by points.
-        by_points = self._points.requires_grad or self._targets.requires_grad
-        log_sigma = torch.log(sigma) if sigma.requires_grad and not by_points else None
-        query, key = self._embedded(sigma if log_sigma is None else sigma.detach())
+        query, key = self.clouds(sigma)
         if engine is None:
             chosen = partial(select, name=self._backend)
-            return attend_by(chosen, query, key, value, bias=bias, tol=self._tol, log_sigma=log_sigma)
-        return attend_prepared(engine, query, key, value, bias, self._tol, log_sigma=log_sigma)
+            return attend_by(chosen, query, key, value, bias=bias, tol=self._tol, sigma=sigma)
+        return attend_prepared(engine, query, key, value, bias, self._tol, sigma=sigma)
 
-    def exact_lse(self, rows: Tensor, bias: Tensor) -> Tensor:
-        query, key, bias = (x.detach().cpu().double() for x in (*self.embeddings, bias))
-        return attend(query[..., rows, :], key, bias=bias).lse
+    def exact_lse(self, rows: Tensor, bias: Tensor, score: Score = gaussian) -> Tensor:
+        query, key, sigma, bias = (x.detach().cpu().double() for x in (*self.clouds(self._sigma), self._sigma, bias))
+        reference = partial(select, name="reference")  # plain torch, which shares nothing with what it judges
+        return attend_by(reference, query[..., rows, :], key, None, bias=bias, score=score, tol=1.0, sigma=sigma).lse

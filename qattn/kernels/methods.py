@@ -20,10 +20,10 @@ from torch import Tensor
 
 from qattn import _checks
 from qattn.attention.backend import Engine
-from qattn.attention.native import cutoff, in_base_2
+from qattn.attention.native import cutoff, in_base_2, scale_of
 from qattn.kernels import fourier, tiles
 from qattn.kernels.fourier import Fourier, FourierError
-from qattn.kernels.prepared import rows_of_all
+from qattn.kernels.prepared import rows_attended
 from qattn.kernels.sites import Sites
 from qattn.kernels.tiles import SortedCloud, Tiles
 from qattn.tiling import PART, TILE
@@ -234,9 +234,9 @@ class Methods:
 
     def _least_sum(self, sigma: float) -> float:
         """The least Σ_j K_ij of a few rows, for equal weights."""
-        targets, points = self._sites.scaled(torch.tensor(sigma, device=self._sites.device))
+        targets, points, bandwidths = self._sites.flat(torch.tensor(sigma, device=self._sites.device))
         rows, ranks = targets[:, :: max(1, -(-targets.shape[1] // _ROWS))], self._sites.ranks
-        found = [rows_of_all(ranks, *cloud, None) for cloud in zip(rows, points, strict=True)]
+        found = [rows_attended(ranks, *cloud, None, None).lse for cloud in zip(rows, points, bandwidths, strict=True)]
         return math.exp(-float(ranks.highest(-torch.cat(found))))
 
     def _near(self, sigma: float) -> tuple[float, ...]:
@@ -253,7 +253,8 @@ class Methods:
         self._counted = self._sites.sorted(torch.tensor(sigma))
         targets, points = (cloud.tiling(dtype) for cloud in self._counted)
         bias = torch.zeros(points.clouds, points.size, dtype=dtype)
-        limit = cutoff(targets, points, in_base_2(points, bias)[0], self._tol)
+        scale = scale_of(targets, torch.full((targets.clouds,), sigma))
+        limit = cutoff(targets, points, scale, in_base_2(points, bias)[0], self._tol)
         total = targets.clouds * targets.tiles
         sample = torch.linspace(0, total - 1, min(_SAMPLE, total)).round().long()
         tiles, parts = count_near(sample.numpy(), limit, TILE // PART)
@@ -272,7 +273,7 @@ def _made(sites: Sites, backend: str, method: str, sigma: Tensor, instead: Inste
     """The engine of a method for some bandwidths, None for "exact"."""
     if method == "exact":
         return None
-    return Tiles(*sites.sorted(sigma), backend) if method == "tiles" else Fourier(*sites.scaled(sigma), instead)
+    return Tiles(*sites.sorted(sigma), backend) if method == "tiles" else Fourier(*sites.flat(sigma), instead)
 
 
 def _instead_of_fourier(

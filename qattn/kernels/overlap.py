@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from qattn._compiled import share
-from qattn.attended import Attended
+from qattn.attended import Attended, sized
 from qattn.attention.backend import Engine
 from qattn.attention.inputs import Inputs
-from qattn.attention.native import LOWEST, in_base_2
+from qattn.attention.native import LOWEST, excess, in_base_2
 from qattn.attention.reference import Reference
 from qattn.attention.score import Score
 from qattn.tiling import FACTOR, PART, TILE, Tiling, kd_order
@@ -112,7 +112,7 @@ class _Cloud:
         matrices[..., row, column] = matrices[..., column, row] = triangle
         eigenvalues = torch.linalg.eigvalsh(matrices)  # (B, N, 3), rising
         order = kd_order(torch.cat([means, eigenvalues[..., -1:].sqrt()], dim=-1))
-        self.tiling = Tiling(means, order)
+        self.tiling = Tiling(means * FACTOR, order)  # as the loops take them
         self.rows = torch.cat([self.tiling.points, self.tiling.tiled(triangle)], dim=-1)  # (B T, TILE, 9)
         self.columns = self.rows.mT.contiguous()  # (B T, 9, TILE)
         eigenvalues = self.tiling.tiled(eigenvalues)  # (B T, TILE, 3)
@@ -186,14 +186,17 @@ class _Pair:
     def exchanged(self) -> "_Pair":
         return _Pair(self.key, self.query, self.score)
 
-    def _cutoff(self, beta: Tensor, tol: float) -> Any:
+    def _cutoff(self, beta: Tensor, tol: float, by_value: Tensor | None = None) -> Any:
         from qattn.kernels._overlap import Cutoff
 
         query, key = self.query, self.key
         # A row has at least what it adds to itself.
         own = key.log_own if self.score.has_determinant else torch.zeros_like(key.log_own)
         floors = (beta + own).amin(-1) if query is key else beta.new_full((len(query.rows),), -torch.inf)
-        part_tops, tops = key.tiling.tops(beta)
+        part_tops, sums = key.tiling.tops(beta)
+        tops = sums
+        if by_value is not None:
+            part_tops, tops = key.tiling.tops(by_value)
         return Cutoff(
             tol=math.log2(tol),
             has_determinant=self.score.has_determinant,
@@ -203,6 +206,7 @@ class _Pair:
             keys=key.nodes,
             key_parts=key.parts,
             tops=tops.numpy(),
+            sums=sums.numpy(),
             part_tops=part_tops.numpy(),
             starts=key.tiling.tree.starts.numpy(),
             query_tiles=query.tiling.tiles,
@@ -222,7 +226,8 @@ class _Pair:
 
         query, key = self.query, self.key
         beta, top = in_base_2(key.tiling, bias)
-        cutoff = self._cutoff(beta, tol)
+        more = None if value is None else in_base_2(key.tiling, bias + excess(value, bias), top)[0]
+        cutoff = self._cutoff(beta, tol, more)
         C, lanes = 0 if value is None else value.shape[-1], REGISTER_BYTES // beta.itemsize
         channels = -(-C // lanes) * lanes
         values = beta.new_zeros(len(key.rows), TILE, channels)
@@ -241,7 +246,7 @@ class _Pair:
 
         query, key = self.query, self.key
         beta, top = in_base_2(key.tiling, bias)
-        cutoff = self._cutoff(beta, tol)
+        cutoff = self._cutoff(beta + torch.log2(key.tiling.tiled(column).abs().amax(-1)), tol)
         shifts = query.tiling.tiled((shift - top) / math.log(2))
         rows, columns = query.tiling.tiled(row), key.tiling.tiled(column).mT.contiguous()
         result = beta.new_empty(len(query.rows), TILE, 10)
@@ -333,7 +338,8 @@ class _Attend(torch.autograd.Function):
         if needs_key or needs_bias:
             grad_bias, grad_key = exchanged.gradients(column, row, present, absent, ctx.tol)
         if needs_value and grad_out is not None:
-            means, scale = exchanged.attend(grad_out, present, ctx.tol)
+            log_size, unit = sized(grad_out)
+            means, scale = exchanged.attend(unit, present + log_size, ctx.tol)
             grad_value = torch.exp(scale + bias)[..., None] * means
         return grad_query, grad_key, grad_value, grad_bias, None, None
 

@@ -9,13 +9,18 @@ from torch import Tensor
 
 from qattn import _checks
 from qattn.attended import Attended
-from qattn.attention import attend, gaussian
+from qattn.attention import gaussian
 from qattn.attention.api import attend_by
 from qattn.attention.backend import Engine
+from qattn.attention.dispatch import select
+from qattn.attention.gradient import derivatives
+from qattn.attention.inputs import Inputs
 from qattn.attention.score import Score
 from qattn.ranks import Ranks
 
-__all__ = ["attend_by_heads", "attend_prepared", "rows_of_all"]
+__all__ = ["attend_by_heads", "attend_prepared", "rows_attended", "rows_differentiated"]
+
+_TOL = 1e-3  # of lse, in exact rows
 
 
 def attend_prepared(
@@ -26,7 +31,7 @@ def attend_prepared(
     bias: Tensor,
     tol: float,
     score: Score = gaussian,
-    log_sigma: Tensor | None = None,
+    sigma: Tensor | None = None,
 ) -> Attended:
     """As `attend`, by an engine for these queries and keys: a batch of the values that they lack goes by channels."""
     batch = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
@@ -35,7 +40,7 @@ def attend_prepared(
         query, key = (x.expand(*batch, -1, -1) for x in (query, key))
     folded = None if value is None else _fold(value, batch)
     chosen = partial(_checks.engine_takes, engine)
-    out, lse = attend_by(chosen, query, key, folded, bias=bias, score=score, tol=tol, log_sigma=log_sigma)
+    out, lse = attend_by(chosen, query, key, folded, bias=bias, score=score, tol=tol, sigma=sigma)
     return Attended(None if out is None or value is None else _unfold(out, value, batch), lse)
 
 
@@ -64,15 +69,44 @@ def attend_by_heads(
     return Attended(torch.cat([part.out for part in parts], dim=-3).index_select(-3, back), lse)  # type: ignore[misc]
 
 
-def rows_of_all(ranks: Ranks, query: Tensor, key: Tensor, bias: Tensor | None) -> Tensor:
-    """The lse (n,) of a few queries (n, D) of each rank with the keys (M, D) of all, without gradient.
+def rows_attended(
+    ranks: Ranks,
+    query: Tensor,
+    key: Tensor,
+    sigma: Tensor,
+    value: Tensor | None,
+    bias: Tensor | None,
+    backend: str = "auto",
+) -> Attended:
+    """Exact attention of a few queries (n, D) of each rank to the keys (M, D) of all, without gradient.
 
     The queries travel, and not the keys: every rank attends to its own with the queries of all.
     """
     queries = ranks.joined(query)
+    chosen = partial(select, name=backend)
     with torch.no_grad():
-        found = ranks.log_sum(attend(torch.cat(queries), key, bias=bias).lse)
-    return found.split([len(rows) for rows in queries])[ranks.rank]
+        out, own = attend_by(chosen, torch.cat(queries), key, value, bias=bias, tol=_TOL, sigma=sigma)
+        lse = ranks.log_sum(own)
+        if out is not None:
+            share = torch.where(own == -torch.inf, 0, torch.exp(own - lse))[:, None]
+            out = ranks.sum((share * out).to(lse.dtype)).to(out.dtype)
+    sizes = [len(rows) for rows in queries]
+    return Attended(None if out is None else out.split(sizes)[ranks.rank], lse.split(sizes)[ranks.rank])
+
+
+def rows_differentiated(
+    ranks: Ranks, query: Tensor, key: Tensor, sigma: Tensor, row: Tensor, column: Tensor, bias: Tensor, shift: Tensor
+) -> Tensor:
+    """Exact sums Σ_j s̄_ij (1, k_j − q_i, ‖k_j − q_i‖²) of a few queries (n, D), in units of σ, (n, 2 + D).
+
+    For rows R (n, C) and columns S (M, C) of s̄; see `attention/gradient.py`.
+    """
+    queries = ranks.joined(torch.cat([query, row, shift[:, None]], dim=-1))
+    everywhere, rows, shifts = torch.cat(queries).split([query.shape[-1], row.shape[-1], 1], dim=-1)
+    inputs = Inputs(everywhere[None], key[None], None, bias[None], gaussian, _TOL, torch.Size((1,)), sigma[None])
+    found = derivatives(select(inputs, "auto"), inputs, rows[None], column[None], shifts[None, :, 0])
+    sums = [found.total[0, :, None], found.first[0] / sigma, found.second[0, :, None] / sigma**2]
+    return ranks.sum(torch.cat(sums, dim=-1)).split([len(rows) for rows in queries])[ranks.rank]
 
 
 def _extra_axes(value: Tensor, batch: torch.Size) -> tuple[torch.Size, list[int], list[int]]:

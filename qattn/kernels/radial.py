@@ -5,7 +5,7 @@ kernels, each by its own method and backend. All pairs by the score itself is th
 """
 
 import math
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from qattn import _checks
 from qattn.attended import Attended, merge
-from qattn.attention import attend
+from qattn.attention.api import attend_by
+from qattn.attention.dispatch import select
 from qattn.kernels.base import PointKernel
 from qattn.kernels.gaussian import GaussianKernel
 from qattn.kernels.profiles import Matern, Profile, RationalQuadratic
@@ -107,9 +108,9 @@ class _RadialKernel(PointKernel):
 
     def attend(self, bias: Tensor, value: Tensor | None = None) -> Attended:
         if self.method == "exact":
-            query, key = self._base.embeddings
-            score = self._profile.score
-            return attend(query, key, value, bias=bias, score=score, tol=self._tol, backend=self._backend)
+            chosen = partial(select, name=self._backend)
+            clouds, score = self._base.clouds(self.sigma), self._profile.score
+            return attend_by(chosen, *clouds, value, bias=bias, score=score, tol=self._tol, sigma=self.sigma)
         # A term adds at most w Σ e^b to a row. The largest come first, so that the least can be seen to add nothing.
         total = torch.logsumexp(bias.detach(), dim=-1, keepdim=True) - math.log(0.1 * self._tol / len(self._terms))
         whole: Attended | None = None
@@ -122,8 +123,7 @@ class _RadialKernel(PointKernel):
         return whole
 
     def exact_lse(self, rows: Tensor, bias: Tensor) -> Tensor:
-        query, key, bias = (x.detach().cpu().double() for x in (*self._base.embeddings, bias))
-        return attend(query[..., rows, :], key, bias=bias, score=self._profile.score, backend="reference").lse
+        return self._base.exact_lse(rows, bias, self._profile.score)
 
 
 class ExponentialKernel(_RadialKernel):

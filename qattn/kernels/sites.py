@@ -1,4 +1,4 @@
-"""Where a kernel of points is, prepared once for all bandwidths: centred, and sorted into tiles."""
+"""Where a kernel of points is, prepared once for all bandwidths: sorted into tiles."""
 
 from functools import cached_property
 
@@ -9,14 +9,12 @@ from qattn.kernels.tiles import SortedCloud
 from qattn.ranks import ALONE, Ranks
 from qattn.tiling import kd_order
 
-__all__ = ["Sites", "scaled"]
+__all__ = ["Sites", "with_heads"]
 
 
-def scaled(points: Tensor, sigma: Tensor) -> Tensor:
-    """x / σ, with a head axis if σ has one."""
-    if sigma.ndim == 0:
-        return points / sigma
-    return points[..., None, :, :] / sigma[:, None, None]  # (*batch, H, N, d)
+def with_heads(x: Tensor, sigma: Tensor) -> Tensor:
+    """Points (*batch, N, d), with the same ones for each head, (*batch, H, N, d), if σ has an axis of them."""
+    return x[..., None, :, :].expand(*x.shape[:-2], len(sigma), -1, -1) if sigma.ndim else x
 
 
 def _flat(x: Tensor, axes: int) -> Tensor:
@@ -30,12 +28,11 @@ class Sites:
     Args:
         targets: Positions (*batch, N, d).
         points: Positions (*batch, M, d); the same object as the targets for a cloud and itself.
-        origin: What is to be the origin, (*batch, 1, d); the mean of the points by default.
         ranks: Who holds them all.
     """
 
-    def __init__(self, targets: Tensor, points: Tensor, origin: Tensor | None = None, ranks: Ranks = ALONE) -> None:
-        self._is_self, self._origin, self.ranks = targets is points, origin, ranks
+    def __init__(self, targets: Tensor, points: Tensor, ranks: Ranks = ALONE) -> None:
+        self._is_self, self.ranks = targets is points, ranks
         self._given = targets.detach(), points.detach()
         self.batch = torch.broadcast_shapes(targets.shape[:-2], points.shape[:-2])
         self.size = targets.shape[-2], points.shape[-2]  # N and M
@@ -43,16 +40,18 @@ class Sites:
 
     @cached_property
     def clouds(self) -> tuple[Tensor, Tensor]:
-        """Targets (*batch, N, d) and points (*batch, M, d) about the origin; one object for the same."""
+        """Targets (*batch, N, d) and points (*batch, M, d), in float32 or float64; one object for the same."""
         targets, points = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in self._given)
-        origin = points.mean(-2, keepdim=True) if self._origin is None else self._origin.to(points)
-        points = (points - origin).expand(*self.batch, -1, -1)
-        return points if self._is_self else (targets - origin).expand(*self.batch, -1, -1), points
+        points = points.expand(*self.batch, -1, -1)
+        return points if self._is_self else targets.expand(*self.batch, -1, -1), points
 
     @cached_property
     def extent(self) -> Tensor:
-        """The sides of the box about all clouds, of all ranks, (d,)."""
-        low, high = self.ranks.box(torch.cat([x.reshape(-1, x.shape[-1]) for x in self.clouds]))
+        """The sides of a box that each cloud fits, of all ranks, (d,)."""
+        points = torch.cat(self.clouds, dim=-2)  # (*batch, N + M, d)
+        if self.ranks.is_alone:  # the clouds of a batch may be far from one another
+            points = points - points[..., :1, :]
+        low, high = self.ranks.box(points.reshape(-1, self.dims))
         return (high - low).double()
 
     @cached_property
@@ -66,20 +65,21 @@ class Sites:
         last = order(points)
         return last if self._is_self else order(targets), last
 
-    def scaled(self, sigma: Tensor) -> tuple[Tensor, Tensor]:
-        """Targets and points by σ, flattened to (B, N, d) and (B, M, d)."""
-        targets, points = self.clouds
-        points = _flat(scaled(points, sigma), 2)
-        return points if self._is_self else _flat(scaled(targets, sigma), 2), points
+    def flat(self, sigma: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Targets (B, N, d), points (B, M, d) and bandwidths (B,), for all heads."""
+        targets, points = (with_heads(x, sigma) for x in self.clouds)
+        bandwidths = sigma.expand((*self.batch, *sigma.shape)).reshape(-1)
+        points = _flat(points, 2)
+        return points if self._is_self else _flat(targets, 2), points, bandwidths
 
     def sorted(self, sigma: Tensor) -> tuple[SortedCloud, SortedCloud]:
-        """Targets and points by σ, in tiles."""
+        """Targets and points in tiles, for all heads."""
 
         def cloud(points: Tensor, order: Tensor) -> SortedCloud:
             if sigma.ndim:
                 order = order[..., None, :].expand(*self.batch, len(sigma), -1)
             return SortedCloud(points, _flat(order, 1))
 
-        targets, points = self.scaled(sigma)
+        targets, points, _ = self.flat(sigma)
         last = cloud(points, self._orders[1])
         return last if self._is_self else cloud(targets, self._orders[0]), last

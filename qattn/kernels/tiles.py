@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from qattn.attended import Attended
-from qattn.attention.backend import Engine, Moments
+from qattn.attention.backend import Derivatives, Differentiating, Engine
 from qattn.attention.flex import BlockLists, attend_blocks
 from qattn.attention.inputs import Inputs
-from qattn.attention.native import attend_tilings, attend_tilings_with_moments, cutoff, in_base_2
+from qattn.attention.native import attend_tilings, cutoff, differentiate_tilings, in_base_2, scale_of
 from qattn.tiling import TILE, Tiling
 
 __all__ = ["BACKENDS", "SortedCloud", "Tiles", "near_lists"]
@@ -22,7 +22,7 @@ BACKENDS = ("native", "flex")
 
 
 class SortedCloud:
-    """Points (B, N, D) in units of the bandwidth and their order (B, N), kept on the CPU; in tiles when needed."""
+    """Points (B, N, D) and their order (B, N), kept on the CPU; in tiles when needed."""
 
     def __init__(self, points: Tensor, order: Tensor) -> None:
         self.points, self.order = points.detach().cpu(), order
@@ -35,12 +35,12 @@ class SortedCloud:
         return self._tilings[dtype]
 
 
-class Tiles(Engine, Moments):
+class Tiles(Engine, Differentiating):
     """Attention from one sorted cloud to another, or to itself.
 
     Args:
         query: The points that attend.
-        key: The points attended to, about the same origin; the same object for a cloud and itself.
+        key: The points attended to; the same object for a cloud and itself.
         backend: "native", or "flex" with lists of blocks; "auto" is native on a CPU and flex on CUDA.
     """
 
@@ -64,9 +64,9 @@ class Tiles(Engine, Moments):
     def attend(self, inputs: Inputs) -> Attended:
         query, key = self._query.tiling(inputs.dtype), self._key.tiling(inputs.dtype)
         if self._backend_on(inputs.device) == "native":
-            return attend_tilings(query, key, inputs.value, inputs.bias, inputs.tol)
+            return attend_tilings(query, key, inputs.sigma, inputs.value, inputs.bias, inputs.tol)
         bias = inputs.key.new_zeros(inputs.key.shape[:2]) if inputs.bias is None else inputs.bias
-        lists = near_lists(query, key, bias.to(inputs.dtype), inputs.tol)
+        lists = near_lists(query, key, inputs.sigma, bias.to(inputs.dtype), inputs.tol)
         value = None if inputs.value is None else key.sort(inputs.value)
         ordered = replace(
             inputs, query=query.sort(inputs.query), key=key.sort(inputs.key), value=value, bias=key.sort(bias)
@@ -74,24 +74,23 @@ class Tiles(Engine, Moments):
         out, lse = attend_blocks(ordered, lists)
         return Attended(None if out is None else query.unsort(out), query.unsort(lse))
 
-    def takes_moments(self, inputs: Inputs) -> bool:
+    def can_differentiate(self, inputs: Inputs) -> bool:
         return self._backend_on(inputs.device) == "native"
 
-    def attend_with_moments(self, inputs: Inputs) -> tuple[Attended, Tensor]:
-        assert inputs.value is not None
+    def differentiate(self, inputs: Inputs, row: Tensor, column: Tensor, shift: Tensor) -> Derivatives:
         query, key = self._query.tiling(inputs.dtype), self._key.tiling(inputs.dtype)
-        return attend_tilings_with_moments(query, key, inputs.value, inputs.bias, inputs.tol)
+        return differentiate_tilings(query, key, inputs.sigma, row, column, inputs.bias, shift, inputs.tol)
 
     @property
     def exchanged(self) -> "Tiles":
         return Tiles(self._key, self._query, self._backend)
 
 
-def near_lists(query: Tiling, key: Tiling, bias: Tensor, tol: float) -> BlockLists:
+def near_lists(query: Tiling, key: Tiling, sigma: Tensor | None, bias: Tensor, tol: float) -> BlockLists:
     """The tiles of keys that matter to each tile of queries, numbered within their cloud, for a bias (B, M)."""
     from qattn.attention._near import list_near_tiles  # here, because importing Numba takes a while
 
-    limit = cutoff(query, key, in_base_2(key, bias.detach().cpu())[0], tol)
+    limit = cutoff(query, key, scale_of(query, sigma), in_base_2(key, bias.detach().cpu())[0], tol)
     counts = torch.empty(query.clouds * query.tiles, dtype=torch.int64)
     list_near_tiles(limit, counts.numpy(), torch.empty(len(counts), 0, dtype=torch.int64).numpy())
     longest = max(1, int(counts.amax()))
