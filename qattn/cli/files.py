@@ -201,10 +201,12 @@ def _cloud_facts(cloud: Cloud) -> list[tuple[str, str]]:
 
 
 def _grid_facts(grid: Grid) -> list[tuple[str, str]]:
-    kind = "a mask" if grid.values.dtype.kind == "b" else "weights"
+    values = grid.values[grid.occupied]
+    low, high = values.min(), values.max()
+    kind = "a mask" if low == high else f"{values.dtype}, occupied by values from {low:.4g} to {high:.4g}"
     return [
         ("what", f"a grid, {kind}"),
-        ("voxels", f"{int((grid.values > 0).sum()):,} of {' × '.join(map(str, grid.values.shape))}"),
+        ("voxels", f"{len(values):,} of {' × '.join(map(str, grid.values.shape))}"),
         ("extent", f"{grid.extent:.4g}"),
         ("spacing", " × ".join(f"{size:.4g}" for size in grid.spacing)),
     ]
