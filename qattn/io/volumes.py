@@ -45,7 +45,7 @@ def read_nifti(data: bytes, limit: int) -> Grid:
             content = start + file.read(max(size - len(start), 0))
             file.read(1)  # where the content ends as declared, this compares the checksum
             image = image_class.from_bytes(content)
-    return grid_of(np.asanyarray(image.dataobj), image.header.get_zooms(), image)
+    return grid_of(np.asanyarray(image.dataobj), image.header.get_zooms(), image.header)
 
 
 def read_nrrd(data: bytes, limit: int) -> Grid:
