@@ -686,6 +686,12 @@ def test_spacing_and_extent_of_a_lattice():
     assert io.Cloud(np.ones((3, 3))).spacing == 0
 
 
+def test_spacing_is_the_same_by_all_distances_and_by_a_tree(monkeypatch):
+    by_distances = io.Cloud(X).spacing
+    monkeypatch.setattr("qattn.io.cloud._FEW", 0)
+    assert np.isclose(by_distances, io.Cloud(X).spacing, rtol=1e-6)
+
+
 def test_clouds_check_what_they_are_made_of():
     with pytest.raises(ValueError, match="float32 or float64"):
         io.Cloud(np.zeros((3, 3), int))

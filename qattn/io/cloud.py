@@ -20,6 +20,7 @@ from qattn.mass import vertex_areas
 __all__ = ["Cloud", "Grid"]
 
 _FAR = 10.0  # extents from the origin, beyond which float32 would lose digits
+_FEW = 2_000  # points whose distances are all computed, in less time than a library for trees is imported
 _SOME = 10_000  # points whose nearest neighbour is looked for
 
 Array = NDArray[Any]
@@ -96,11 +97,15 @@ class Cloud:
     @cached_property
     def spacing(self) -> float:
         """The mean distance of a point to the nearest other place with a point, over at most 10,000 of them."""
-        from scipy.spatial import cKDTree  # here, because SciPy is slow to import
-
         places = np.unique(self.points, axis=0)
         if len(places) == 1:
             return 0.0
+        if len(places) <= _FEW:
+            x = torch.from_numpy(places)
+            distances = torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist").fill_diagonal_(torch.inf)
+            return float(distances.amin(1).double().mean())
+        from scipy.spatial import cKDTree  # here, because SciPy is slow to import
+
         some = places[:: -(-len(places) // _SOME)]
         return float(cKDTree(places).query(some, 2)[0][:, 1].mean())
 
