@@ -27,7 +27,7 @@ Array = NDArray[Any]
 
 _SEPARATORS = (";", "|", "\t", ",", None)  # None are blanks; a comma may be a decimal one, and comes late
 _SAMPLE = 200  # lines by which separator and number of columns are found
-_BLOCK = 2**16  # rows whose cells are held at once
+_BLOCK = 512  # rows whose cells are held at once; with more, the garbage collector takes most of the time
 _MISSING = ("", "na", "n/a", "null", "none", "-")
 _MOST = 100  # columns without names; splats have 62, and pictures more
 
