@@ -1,5 +1,6 @@
 """`python -m qattn` and the console script, which need the extra `cli`."""
 
+import gc
 import sys
 
 __all__ = ["main"]
@@ -7,6 +8,7 @@ __all__ = ["main"]
 
 def main() -> None:
     """Runs the command line."""
+    gc.freeze()  # what PyTorch has loaded stays, and looking through it for garbage takes half a second
     try:
         from qattn.cli import app
     except ModuleNotFoundError as error:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from qattn import _checks
+from qattn._broadcasting import broadcast_shapes
 from qattn._eager import eager
 from qattn._progress import Progress
 from qattn.kernels import GaussianKernel, Kernel, PointKernel
@@ -173,7 +174,7 @@ class Diffusion(_Operator):
         """
         kernel = _checks.with_gradients(self.kernel, GaussianPoints, self.normalization)
         f = _checks.signal(signal, self._shape, self._device, self._ranks)
-        f, dtype = f.expand(*torch.broadcast_shapes(f.shape[:-2], self._shape[:-2]), *f.shape[-2:]), f.dtype
+        f, dtype = f.expand(*broadcast_shapes(f.shape[:-2], self._shape[:-2]), *f.shape[-2:]), f.dtype
         bias = self._right + log_of_mass(self._mass)
         has_mass = (bias > -torch.inf)[..., None]
         x, sigma = kernel.points.to(kernel.dtype), kernel.sigma
@@ -273,7 +274,7 @@ class _Transpose(_Operator):
 
     def _apply(self, signal: Tensor) -> Tensor:
         q, log_mass = self.T, log_of_mass(self.T._mass)
-        signal = signal.expand(*torch.broadcast_shapes(signal.shape[:-2], self._shape[:-2]), *signal.shape[-2:])
+        signal = signal.expand(*broadcast_shapes(signal.shape[:-2], self._shape[:-2]), *signal.shape[-2:])
         return apply_transpose(q.kernel, q._left, q._right + log_mass, signal)
 
 

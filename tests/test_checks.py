@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from qattn import GaussianKernel, MatrixKernel, attend, diffusion, ragged, sinkhorn
+from qattn._broadcasting import broadcast_shapes
 
 POINTS = torch.randn(10, 3)
 NAN = torch.tensor([[0.0, torch.nan, 0.0], [torch.inf, 0.0, 0.0]])
@@ -150,3 +151,17 @@ def test_what_is_not_wrong():
     array = np.random.default_rng(0).standard_normal((20, 3))[::-2]  # negative strides, and not writable
     array.flags.writeable = False
     assert diffusion(array, 1.0).converged
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [((), (3,)), ((5, 1), (3,)), ((1, 2), (4, 1, 1), ()), ((0,), (1,)), ((2, 3), (2, 3)), ((2,), (3,)), ((0,), (2,))],
+)
+def test_shapes_broadcast_as_those_of_torch(shapes):
+    try:
+        expected = torch.broadcast_shapes(*shapes)
+    except RuntimeError:
+        with pytest.raises(RuntimeError, match="do not broadcast"):
+            broadcast_shapes(*shapes)
+    else:
+        assert broadcast_shapes(*shapes) == expected

@@ -1,5 +1,7 @@
 """The commands that go from file to file: their numbers are those of the library, and what is wrong takes one line."""
 
+import nibabel
+import nrrd
 import numpy as np
 import pytest
 import torch
@@ -131,6 +133,87 @@ def test_diffuse_takes_splats_as_the_mixture_that_they_are(tmp_path):
     assert list(after.attributes) == list(before.attributes)
 
 
+@pytest.mark.parametrize("name", ["classification", "Label", "kind"])
+@pytest.mark.parametrize("many", [2, 40])
+def test_labels_are_put_to_the_vote_and_never_averaged(name, many):
+    made = cloud(2000)
+    bins = np.floor((made.points[:, 2] + 1) / 2 * many)
+    truth = np.where(made.points[:, 0] > 0, 2, 6 + bins).astype(np.uint16)
+    noisy = truth.copy()
+    noisy[::10] = 2 + 4 * (truth[::10] == 2)
+    made = made.with_attributes(**{name: noisy, "height": made.points[:, 2]})
+    io.write("in.npz", made)
+    text = run(
+        *("diffuse", "in.npz", "--sigma", 0.1, "--signal", name, "-o", "out.npz"),
+        *(["--labels"] if name == "kind" else ["--signal", "height"]),
+    )
+    found = io.read("out.npz").attributes[name]
+    assert found.dtype == np.uint16
+    assert set(found) <= set(noisy)
+    q = qattn.diffusion(made.points, 0.1, tol=1e-6).to_dense()
+    labels = np.unique(noisy)
+    votes = q @ (noisy[:, None] == labels)
+    best = np.sort(votes, axis=1)
+    is_clear = best[:, -1] > best[:, -2] + 1e-3
+    assert is_clear.mean() > 0.8
+    assert (found == labels[votes.argmax(1)])[is_clear].all()
+    assert f"{(found != noisy).sum():,} of 2,000 points change their {name}" in text
+    if name != "kind":
+        assert np.abs(io.read("out.npz").attributes["height"] - q @ made.points[:, 2]).max() < 1e-3
+
+
+@pytest.mark.parametrize("ending", ["nii", "nii.gz", "nrrd", "npy", "npz"])
+def test_diffuse_smooths_the_values_of_a_grid(ending):
+    values = np.random.default_rng(0).random((7, 8, 9)).astype(np.float32)
+    values[:3, :4] = 0
+    spacing = (1.0, 1.0, 1.0) if ending == "npy" else (1.0, 2.0, 3.0)
+    io.write(f"in.{ending}", io.Grid(values, spacing))
+    text = run("diffuse", f"in.{ending}", "--sigma", 2, "--steps", 2, "-o", f"out.{ending}")
+    out = io.read(f"out.{ending}")
+    kernel = qattn.VoxelKernel(values > 0, 2.0, spacing)
+    expected = kernel.to_grid(qattn.diffusion(kernel, tol=1e-6).power(2, kernel.from_grid(values)))
+    assert np.abs(out.values - expected).max() < 1e-3
+    assert (out.values[:3, :4] == 0).all()
+    assert (out.values.dtype, out.spacing) == (np.float32, spacing)
+    assert "values diffused with σ = 2, 2 times; 396 of 396 voxels changed" in text
+    run("diffuse", f"in.{ending}", "--sigma", "2", "--box", "-o", f"out.{ending}")
+    box = qattn.VoxelKernel(np.ones((7, 8, 9), bool), 2.0, spacing)
+    expected = box.to_grid(qattn.diffusion(box, tol=1e-6) @ box.from_grid(values))
+    assert np.abs(io.read(f"out.{ending}").values - expected).max() < 1e-3
+
+
+def test_diffuse_votes_on_the_labels_of_a_grid_and_rounds_its_masks():
+    labels = np.zeros((9, 9, 9), np.int16)
+    labels[:, :, 1:5], labels[:, :, 5:8] = 3, 8
+    labels[4, 4, 2], labels[4, 4, 7] = 8, 5
+    io.write("in.nii.gz", io.Grid(labels, (1.0, 1.0, 1.0)))
+    run("diffuse", "in.nii.gz", "--sigma", 1, "--labels", "-o", "out.nii.gz")
+    expected = labels.copy()
+    expected[4, 4, 2], expected[4, 4, 7] = 3, 8
+    assert (io.read("out.nii.gz").values == expected).all()
+    mask = labels > 0
+    mask[4, 4, 4] = False
+    io.write("in.npy", io.Grid(mask, (1.0, 1.0, 1.0)))
+    run("diffuse", "in.npy", "--sigma", 1, "--box", "-o", "out.npy")
+    out = io.read("out.npy").values
+    assert out.dtype == bool
+    assert out[4, 4, 4]
+
+
+def test_a_grid_stays_where_it_was_in_the_world(tmp_path):
+    affine = np.array([[0, -2, 0, 5], [1, 0, 0, -7], [0, 0, 3, 11], [0, 0, 0, 1.0]])
+    values = np.random.default_rng(0).random((4, 5, 6)).astype(np.float32)
+    nibabel.Nifti1Image(values, affine).to_filename("in.nii.gz")
+    run("diffuse", "in.nii.gz", "--sigma", 2, "-o", "out.nii.gz")
+    assert (nibabel.load("out.nii.gz").affine == affine).all()
+    directions = {"space": "left-posterior-superior", "space directions": affine[:3, :3], "space origin": affine[:3, 3]}
+    nrrd.write("in.nrrd", values, directions)
+    run("diffuse", "in.nrrd", "--sigma", 2, "-o", "out.nrrd")
+    header = nrrd.read_header("out.nrrd")
+    assert (header["space directions"] == affine[:3, :3]).all()
+    assert (header["space origin"] == affine[:3, 3]).all()
+
+
 def test_spectrum_is_that_of_eigsh():
     made = sphere()
     text = run("spectrum", "in.ply", "-k", 9, "--sigma", "1x", "-o", "out.npz")
@@ -187,14 +270,23 @@ def test_mass_of_meshes_is_area_and_of_clouds_one_over_density():
     ("command", "message"),
     [
         ("info none.ply", "none.ply: No such file or directory."),
-        ("info cut.ply", "cut.ply cannot be used: it is not as long as its header says,"),
+        ("info cut.ply", "cut.ply is damaged, cut short or no PLY file (ValueError: fewer face rows than"),
         ("diffuse in.ply --sigma 3y -o out.ply", "--sigma should be a positive length"),
         ("diffuse in.ply --sigma 3x -o out.stl", "out.stl should end in .ply or .npz"),
         ("diffuse in.ply --sigma 3x -o no/out.ply", "there is no directory no"),
-        ("diffuse in.ply --sigma 3x -o out.ply --signal red", "--signal should be one of xyz, hole; got 'red'."),
+        ("diffuse in.ply --sigma 3x -o out.ply --signal red", "--signal should be one of xyz, hole, rough; got 'red'."),
         ("diffuse in.ply --sigma 3x -o out.ply --signal hole", "`hole` is NaN or infinite at 1 of the 300 points"),
         ("diffuse in.ply --sigma 3x -o out.ply --steps 0", "`--steps` should be an integer of at least 1"),
-        ("diffuse mask.npy --sigma 3x -o out.ply", "mask.npy holds a grid"),
+        ("diffuse in.ply --sigma 3x -o out.nii", "out.nii should end in .ply or .npz"),
+        ("diffuse in.ply --sigma 3x -o out.ply --box", "in.ply holds points, and --box is for grids"),
+        ("diffuse in.ply --sigma 3x -o out.ply --labels", "--labels needs --signal with the name of an attribute"),
+        ("diffuse in.ply --sigma 3x -o out.ply --labels --signal rough", "`rough` should be labels"),
+        ("diffuse mask.npy --sigma 3x -o out.ply", "out.ply should end in .nii or .nii.gz or .nrrd or .npy or .npz"),
+        ("diffuse mask.npy --sigma 3x -o out.npy", "All occupied voxels have the same value"),
+        ("diffuse mask.npy --sigma 3x -o out.npy --signal red", "mask.npy holds a grid, of which the values are"),
+        ("diffuse signed.npy --sigma 3x -o out.npy", "Some values of the grid are below 0"),
+        ("diffuse signed.npy --sigma 3x -o out.npy --box", "1 of the 8 voxels are NaN or infinite"),
+        ("diffuse parts.npy --sigma 3x -o out.npy --labels", "`values` should be labels"),
         ("spectrum in.ply -k 301 -o out.npz", "`k` should be at most the number of points"),
         ("spectrum in.ply -o out.ply", "out.ply should end in .npz"),
         ("spectrum in.ply -o out.npz --plot out.gif", "out.gif should end in .png"),
@@ -209,9 +301,11 @@ def test_mass_of_meshes_is_area_and_of_clouds_one_over_density():
 def test_what_is_wrong_takes_one_line_and_exit_code_2(tmp_path, command, message):
     hole = np.zeros(300)
     hole[0] = np.nan
-    cloud(hole=hole)
+    cloud(hole=hole, rough=np.linspace(0, 1, 300))
     (tmp_path / "cut.ply").write_bytes(WHOLE["binary.ply"][:-5])
     (tmp_path / "mask.npy").write_bytes(saved(np.save, np.ones((2, 2, 2), bool)))
+    (tmp_path / "signed.npy").write_bytes(saved(np.save, np.array([-1, 0, 1, 2, 3, 4, 5, np.nan]).reshape(2, 2, 2)))
+    (tmp_path / "parts.npy").write_bytes(saved(np.save, np.linspace(0, 1, 8).reshape(2, 2, 2)))
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     result = CliRunner().invoke(app, command.split())
     assert result.exit_code == 2
@@ -233,7 +327,21 @@ def test_warnings_take_one_line_each(monkeypatch):
 
 def test_every_command_explains_itself():
     for command in ("info", "diffuse", "spectrum", "mass", "bench"):
-        assert "FILE" in run(command, "--help")
+        text = run(command, "--help")
+        assert "FILE" in text
+        assert "--help" in text
+    for command in ("", "doctor", "demo", "info", "diffuse", "spectrum", "mass", "bench"):
+        assert "<bool>" not in run(*command.split(), "--help")
+
+
+def test_one_is_singular(monkeypatch):
+    monkeypatch.setattr("torch.get_num_threads", lambda: 1)
+    monkeypatch.setattr("qattn.cli.kernels.backends", lambda _: [])
+    assert "1 thread " in f"{run('doctor')} "
+    text = run("bench", "--points", 1000, "--sigma", "3x", "--limit", 1e-6)
+    assert "1,000 points, 1 thread," in text
+    sphere()
+    assert "1 eigenpair of 42 points" in run("spectrum", "in.ply", "-k", 1, "-o", "out.npz")
 
 
 def test_bench_compares_the_methods(tmp_path):

@@ -4,12 +4,14 @@ import re
 import shlex
 from pathlib import Path
 
+import numpy as np
 import pytest
 import trimesh
 from test_io import WHOLE
 from typer.testing import CliRunner
 
 import qattn
+from qattn import io
 from qattn.cli import app
 
 ROOT = Path(qattn.__file__).parent.parent
@@ -32,6 +34,8 @@ def test_commands_of_a_page_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     trimesh.creation.icosphere(3).export("bunny.obj")
     (tmp_path / "scan.laz").write_bytes(WHOLE["scan.laz"])
+    values = np.random.default_rng(0).random((8, 8, 8)).astype(np.float32)
+    io.write("brain.nii.gz", io.Grid(values, (1.0, 1.0, 1.0)))
     lines = [
         shlex.split(line, comments=True) for line in re.findall(r"^\$ qattn (.*)$", page.read_text(), re.MULTILINE)
     ]
@@ -40,7 +44,7 @@ def test_commands_of_a_page_run(page, tmp_path, monkeypatch):
     for line in lines:
         result = CliRunner().invoke(app, line)
         assert result.exit_code == 0, result.output
-        assert all((tmp_path / word).exists() for word in line if word.endswith((".ply", ".npz", ".png")))
+        assert all((tmp_path / word).exists() for word in line if word.endswith((".ply", ".npz", ".png", ".nii.gz")))
 
 
 @pytest.mark.parametrize(

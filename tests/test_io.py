@@ -1,10 +1,15 @@
 """Files: all formats as other programs write them, coordinates far from 0, damage, and writes that fail."""
 
+import bz2
 import contextlib
 import gzip
+import json
+import os
 import struct
 import sys
+import tracemalloc
 from io import BytesIO
+from zipfile import ZIP_DEFLATED, ZipFile
 
 import laspy
 import nibabel
@@ -208,8 +213,8 @@ def test_arrays(tmp_path):
 @pytest.mark.parametrize("name", GRIDS)
 def test_grids(tmp_path, name):
     grid = read(tmp_path, name)
-    assert grid.values.dtype == bool
-    assert (grid.values == (BOX > 0)).all()
+    assert grid.weights.dtype == bool
+    assert (grid.weights == (BOX > 0)).all()
     assert grid.spacing == ((1, 1, 1) if name == "mask.npy" else (1, 2, 3))
     assert np.isclose(grid.extent, np.linalg.norm([h * n for h, n in zip(grid.spacing, (1, 2, 3), strict=True)]))
     assert grid.kernel(1.0).shape == (24, 24)
@@ -222,8 +227,9 @@ def test_a_grid_of_floating_point_is_weights(tmp_path):
     turned = {"space dimension": 3, "space directions": np.array([[0, 1, 0], [2, 0, 0], [0, 0, 3.0]])}
     nrrd.write(str(tmp_path / "w.nrrd"), weights, turned)
     assert io.read(tmp_path / "w.nrrd").spacing == (1, 2, 3)
+    signed = read(tmp_path, "w.npy", saved(np.save, 0.25 - weights))  # a picture, say, that is no kernel's weights
     with pytest.raises(ValueError, match="should not be negative"):
-        read(tmp_path, "w.npy", saved(np.save, -weights))
+        signed.kernel(1.0)
 
 
 @pytest.mark.parametrize("ending", ["ply", "npz"])
@@ -275,12 +281,12 @@ def test_types_that_ply_lacks_become_others(tmp_path):
         ("a.ply", b"", "is empty"),
         ("a.doc", b"text", "one of ply, obj"),
         ("a.ply", b"ply\nformat ascii 1.0\nelement vertex 0\nproperty float x\nend_header\n", "holds no points"),
-        ("a.ply", WHOLE["binary.ply"][:-5], "not as long as its header says"),
+        ("a.ply", WHOLE["binary.ply"][:-5], "fewer face rows than its header says"),
         ("a.ply", WHOLE["ascii.ply"][:-300], "fewer face rows"),
         ("a.obj", b"v 0 0 0\nv 1 0 0\nv 0 nan 0\nf 1 2 3\n", "1 of the 3 points are not finite"),
         ("a.las", WHOLE["scan.las"][:-200], "damaged, cut short or no LAS file"),
-        ("a.xyz", b"C 0 0 0\nH 1 0 0\n", "no line of it starts with two numbers"),
-        ("a.csv", b"x,y,z\n0,0,0\n1,1\n", "columns changed"),
+        ("a.xyz", b"C H O\nH 1 text\n", "no line of it holds two numbers"),
+        ("a.csv", b"x,y,z\n0,0,0\n1,1\n", "row 2 has 2 columns where others have 3"),
         ("a.npy", saved(np.save, np.array(["text"])), "an array of real numbers"),
         ("a.npy", saved(np.save, X[0]), "should have shape"),
         ("a.npz", saved(np.savez, other=X), "it holds other"),
@@ -289,6 +295,8 @@ def test_types_that_ply_lacks_become_others(tmp_path):
         ("a.npy", saved(np.save, np.zeros((2, 2, 2), bool)), "at least one occupied voxel"),
         ("a.nrrd", WHOLE["raw.nrrd"].replace(b"spacings", b"data file: other.raw\nspacings"), "in another file"),
         ("a.nrrd", WHOLE["raw.nrrd"].replace(b"spacings", b"line skip: 99999999999\nspacings"), "fewer lines"),
+        ("a.nrrd", WHOLE["gzip.nrrd"].replace(b"sizes: 4", b"sizes: 3"), "more voxels than its header says"),
+        ("a.nrrd", WHOLE["gzip.nrrd"].replace(b"sizes: 4", b"sizes: 5"), "damaged, cut short or no NRRD file"),
         ("a.las", las()[:100] + b"\xff" * 4 + las()[104:], "fewer records than its header says"),
     ],
 )
@@ -297,6 +305,286 @@ def test_what_is_wrong_is_said_in_one_sentence(tmp_path, name, data, message):
         read(tmp_path, name, data)
     assert "\n" not in str(error.value)
     assert str(tmp_path / name) in str(error.value)
+
+
+def member(header, content):
+    """An NPY file whose header may say what it likes."""
+    text = f"{header}\n".encode()
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text + content
+
+
+def zipped(**members):
+    target = BytesIO()
+    with ZipFile(target, "w", ZIP_DEFLATED) as archive:
+        for name, content in members.items():
+            archive.writestr(f"{name}.npy", content)
+    return target.getvalue()
+
+
+MIB = 2**20
+ZEROS = bytes(64 * MIB)
+FLOATS = "{'descr': '<f8', 'fortran_order': False, 'shape': (%d, 3)}"
+
+
+def big_nifti():
+    header = nibabel.Nifti1Header()
+    header.set_data_dtype(np.uint8)
+    header.set_data_shape((400, 400, 400))
+    header["vox_offset"], header["magic"] = 352, b"n+1"
+    return header.binaryblock + bytes(4) + ZEROS
+
+
+def scaled_nifti():
+    image = nibabel.Nifti1Image(np.ones((200, 200, 200), np.uint8), np.eye(4))
+    image.header.set_slope_inter(2.0, 0.0)
+    return image.to_bytes()
+
+
+def nrrd_of(sizes, packed, encoding):
+    header = f"NRRD0004\ntype: uint8\ndimension: 3\nsizes: {sizes}\nencoding: {encoding}\n\n"
+    return header.encode() + packed
+
+
+def glb(header):
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 4)
+    return struct.pack("<4sIIII", b"glTF", 2, 20 + len(text), len(text), 0x4E4F534A) + text
+
+
+def scene_of(nodes, count):
+    """A scene that shows a mesh several times, of points that are all 0, as accessors without data are."""
+    return {
+        "asset": {"version": "2.0"},
+        "scenes": [{"nodes": list(range(nodes))}],
+        "nodes": nodes * [{"mesh": 0}],
+        "meshes": [{"primitives": [{"attributes": {"POSITION": 0}, "mode": 0}]}],
+        "accessors": [{"componentType": 5126, "count": count, "type": "VEC3"}],
+        "bufferViews": [],
+        "buffers": [],
+    }
+
+
+def all_equal_laz(count):
+    header = laspy.LasHeader(point_format=0, version="1.2")
+    data = laspy.LasData(header)
+    data.x = data.y = data.z = np.ones(count)
+    target = BytesIO()
+    data.write(target, do_compress=True)
+    return target.getvalue()
+
+
+BOMBS = {
+    "points.npz": lambda: zipped(points=member(FLOATS % 2_000_000, ZEROS)),
+    "many.npz": lambda: zipped(
+        points=saved(np.save, X), **{f"a{n}": saved(np.save, np.zeros((40, 9999))) for n in "abcdef"}
+    ),
+    "header.nii.gz": lambda: gzip.compress(big_nifti(), 1),
+    "scaled.nii.gz": lambda: gzip.compress(scaled_nifti(), 1),
+    "header.nrrd": lambda: nrrd_of("400 400 400", gzip.compress(ZEROS, 1), "gzip"),
+    "doubles.nrrd": lambda: nrrd_of("200 200 200", gzip.compress(ZEROS, 1), "gzip").replace(b"uint8", b"double"),
+    "last.nrrd": lambda: nrrd_of("4 5 6\nbyte skip: -1", bz2.compress(ZEROS, 1), "bzip2"),
+    "zeros.glb": lambda: glb(scene_of(1, 2_000_000_000)),
+    "shown.glb": lambda: glb(scene_of(5_000, 5_000)),
+    "equal.laz": lambda: all_equal_laz(500_000),
+}
+
+
+def traced(run):
+    """The most memory that is taken while something runs, as far as Python and NumPy take it."""
+    tracemalloc.start()
+    try:
+        run()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_bomb_is_refused_before_it_is_unpacked(tmp_path, name):
+    data = BOMBS[name]()
+    assert len(data) < MIB
+    (tmp_path / name).write_bytes(data)
+
+    def refused():
+        with pytest.raises(ValueError, match=r"the limit of 0\.0156 GiB\. .* a larger `limit`"):
+            io.read(tmp_path / name, limit=16 * MIB)
+
+    assert traced(refused) < 48 * MIB
+
+
+def test_what_is_not_used_is_not_unpacked(tmp_path):
+    large = member("{'descr': '<f8', 'fortran_order': False, 'shape': (8388608,)}", ZEROS)
+    data = zipped(points=saved(np.save, X), other=large, text=saved(np.save, np.array(["a"])))
+    (tmp_path / "a.npz").write_bytes(data)
+    assert traced(lambda: io.read(tmp_path / "a.npz", limit=16 * MIB)) < 16 * MIB
+    (tmp_path / "a.nrrd").write_bytes(nrrd_of("4 5 6", gzip.compress(BOX.tobytes("F") + ZEROS, 1), "gzip"))
+    (tmp_path / "a.nii.gz").write_bytes(gzip.compress(IMAGE.to_bytes() + ZEROS, 1))
+
+    def trailing():
+        with pytest.raises(ValueError, match="more voxels than its header says"):
+            io.read(tmp_path / "a.nrrd", limit=16 * MIB)
+        assert (io.read(tmp_path / "a.nii.gz", limit=16 * MIB).values == BOX).all()
+
+    assert traced(trailing) < 16 * MIB
+
+
+@pytest.mark.parametrize("number", ["1000000000000", "-1"])
+@pytest.mark.parametrize("name", ["binary.ply", "ascii.ply", "array.npy", "mask.npz", "raw.nrrd", "gzip.nrrd"])
+def test_counts_that_cannot_be_are_no_reason_to_wait(tmp_path, name, number):
+    kinds = {
+        "ply": [(b"vertex 42", f"vertex {number}"), (b"face 80", f"face {number}")],
+        "npy": [(b"(40, 3)", f"({number}, 3)")],
+        "nrrd": [(b"sizes: 4", f"sizes: {number}")],
+    }
+    if name == "mask.npz":
+        bad = member(f"{{'descr': '|b1', 'fortran_order': False, 'shape': ({number}, 5, 6)}}", bytes(120))
+        changed = [zipped(mask=bad)]
+    else:
+        changed = [WHOLE[name].replace(old, new.encode()) for old, new in kinds[name.split(".")[-1]]]
+    for data in changed:
+        assert data != WHOLE[name]
+        with pytest.raises(ValueError, match=name):
+            read(tmp_path, name, data)
+
+
+def test_only_regular_files_are_read(tmp_path):
+    for name, kind in {"a.npy": "a device", "b.npy": "a pipe", "c.npy": "a directory"}.items():
+        path = tmp_path / name
+        {"a": lambda p: p.symlink_to("/dev/zero"), "b": os.mkfifo, "c": os.mkdir}[name[0]](path)
+        with pytest.raises(
+            ValueError, match=rf"{name} cannot be used: it is {kind}, and only regular files are read\."
+        ):
+            io.read(path)
+    with open(tmp_path / "hole.npy", "wb") as file:
+        file.truncate(2**40)  # a terabyte that takes no room on the disk
+    with pytest.raises(ValueError, match="takes more than the limit of 4 GiB"):
+        io.read(tmp_path / "hole.npy")
+
+
+@pytest.mark.parametrize("seam", ["", "vt 0 0\nvt 1 1\nvn 0 0 1\n"])
+def test_materials_and_objects_share_the_vertices(tmp_path, seam):
+    vertices = "".join(f"v {x} {y} {z}\n" for x, y, z in SPHERE.vertices)
+    lines = []
+    for n, face in enumerate(SPHERE.faces + 1):
+        lines += [f"usemtl m{n % 19}", f"o part{n % 7}", f"g group{n}"] if n % 3 == 0 else []
+        lines.append("f " + " ".join(f"{v}/{1 + n % 2}/1" if seam else str(v) for v in face))
+    cloud = read(tmp_path, "parts.obj", (vertices + seam + "\n".join(lines)).encode())
+    assert np.allclose(cloud.points, SPHERE.vertices, atol=1e-6)
+    assert (cloud.faces == SPHERE.faces).all()
+
+
+def test_obj_corners_count_back_and_polygons_are_cut(tmp_path):
+    text = b"v 0 0 0\nv 1 0 0\nv 0 1 0\nf -3 -2 -1\nv 0 0 1\nv 1 0 1\nv 1 1 1 # top\nv 0 1 1\nf -4 -3 \\\n -2 -1\n"
+    cloud = read(tmp_path, "back.obj", text)
+    assert cloud.faces.tolist() == [[0, 1, 2], [3, 4, 5], [3, 5, 6]]
+    for wrong in (b"v 0 0 0\nf 1 0 1\n", b"v 0 0 0\nf 1 1 -2\n", b"v 0 0 0\nf 1 1\n"):
+        with pytest.raises(ValueError, match="a face has"):
+            read(tmp_path, "wrong.obj", wrong)
+    with pytest.warns(io.PartlyReadWarning, match="mixed.obj: colors that only some vertices have are left out"):
+        read(tmp_path, "mixed.obj", b"v 0 0 0\nv 1 0 0 0.5 0.5 0.5\n")
+
+
+def ply_of(encoding, element, rows, kinds="uchar int"):
+    """Six points, and lists of corners of any length."""
+    points = np.array([[0, 0, 0], [1, 0, 0], [0, 1, 0], [1, 1, 0], [0, 2, 0], [1, 2, 0]], np.float32)
+    header = f"ply\nformat {encoding} 1.0\ncomment by hand\nelement vertex 6\nproperty float x\nproperty float y\n"
+    header += f"property float z\nelement {element} {len(rows)}\nproperty list {kinds} vertex_indices\nend_header\n"
+    if encoding == "ascii":
+        lines = [*(" ".join(map(str, point)) for point in points), *(" ".join(map(str, [len(r), *r])) for r in rows)]
+        return (header + "\n".join(lines)).encode()
+    order = {"binary_little_endian": "<", "binary_big_endian": ">"}[encoding]
+    count, corner = {"uchar": "B", "int": "i"}[kinds.split()[0]], "i"
+    packed = [struct.pack(f"{order}{count}{len(row)}{corner}", len(row), *row) for row in rows]
+    return header.encode() + points.astype(f"{order}f4").tobytes() + b"".join(packed)
+
+
+ENCODINGS = ["ascii", "binary_little_endian", "binary_big_endian"]
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_strips_of_triangles_are_a_surface(tmp_path, encoding):
+    rows = [[0, 1, 2, 3, -1, 2, 3, 4, 4, 5]], [[0, 1, 2, 3], [2, 3, 4, 4, 5]]  # as Stanford has them, or one a row
+    for strips in rows:
+        cloud = read(tmp_path, "strips.ply", ply_of(encoding, "tristrips", strips, "int int"))
+        assert cloud.faces.tolist() == [[0, 1, 2], [2, 1, 3], [2, 3, 4]]
+        assert np.isclose(cloud.mass.sum(), 1.5)
+        normals = np.cross(*(cloud.points[cloud.faces[:, k]] - cloud.points[cloud.faces[:, 0]] for k in (1, 2)))
+        assert (normals[:, 2] > 0).all()
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_polygons_of_a_ply_file_become_triangles(tmp_path, encoding):
+    mixed = read(tmp_path, "mixed.ply", ply_of(encoding, "face", [[0, 1, 3, 2], [2, 3, 5], [0, 1, 5, 4, 2]]))
+    assert mixed.faces.tolist() == [[0, 1, 3], [0, 3, 2], [2, 3, 5], [0, 1, 5], [0, 5, 4], [0, 4, 2]]
+    quads = read(tmp_path, "quads.ply", ply_of(encoding, "face", [[0, 1, 3, 2], [2, 3, 5, 4]]))
+    assert np.isclose(quads.mass.sum(), 2)
+    with pytest.raises(ValueError, match="a face has 2 corners"):
+        read(tmp_path, "edge.ply", ply_of(encoding, "face", [[0, 1]]))
+    strange = ply_of(encoding, "face", [[0, 1, 2]]).replace(b"vertex_indices", b"somewhere_else")
+    with pytest.raises(ValueError, match="its face rows should have a list `vertex_indices`; they have somewhere_else"):
+        read(tmp_path, "strange.ply", strange)
+
+
+def test_arrays_and_text_follow_one_rule(tmp_path):
+    table = np.random.default_rng(2).random((40, 6))
+    array = read(tmp_path, "a.npy", saved(np.save, table))
+    text = read(tmp_path, "a.csv", "\n".join(",".join(map(repr, row.tolist())) for row in table).encode())
+    for cloud in (array, text):
+        assert (cloud.coordinates == table[:, :3]).all()
+        assert list(cloud.attributes) == ["column_4", "column_5", "column_6"]
+        assert (cloud.attributes["column_5"] == table[:, 4]).all()
+    assert read(tmp_path, "plane.npy", saved(np.save, table[:, :2])).points.shape == (40, 2)
+    assert read(tmp_path, "six.npz", saved(np.savez, points=table)).points.shape == (40, 6)  # said in so many words
+
+
+@pytest.mark.parametrize("rows", [2, 3])
+def test_a_transposed_table_is_not_taken_for_points(tmp_path, rows):
+    table = np.random.default_rng(2).random((rows, 40))
+    text = "\n".join(" ".join(map(str, row)) for row in table).encode()
+    for name, data in {"a.npy": saved(np.save, table), "a.xyz": text}.items():
+        with pytest.raises(ValueError, match=f"{rows} rows and 40 columns without names, which looks transposed"):
+            read(tmp_path, name, data)
+    with pytest.raises(ValueError, match="101 columns without names, too many"):
+        read(tmp_path, "picture.npy", saved(np.save, np.zeros((80, 101))))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '"x","y","z","height"\n"0","1.5","2","7"\n"4","5","6","8"\n',
+        "x|y|z|height\n0|1.5|2|7\n4|5|6|8\n",
+        "x;y;z;height\n0;1,5;2;7\n4;5;6;8\n",
+        "x\ty\tz\theight\n0\t1,5\t2\t7\n4\t5\t6\t8\n",
+        "x y z height\n0 1,5 2,0 7\n4 5 6 8\n",
+        'x,y,z,height\n0,"1,5",2,7\n4,5,6,8\n',
+        "//X Y Z height\n0 1.5 2 7\n4 5 6 8 # last\n",
+        "x, y, z, height,\n0, 1.5, 2, 7,\n4, 5, 6, 8,\n",
+        "x,y,z,height\r\n0,1.5,2,7\r\n4,5,6,8\r\n",
+    ],
+)
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_text_as_spreadsheets_write_it(tmp_path, text, encoding):
+    cloud = read(tmp_path, "a.csv", text.encode(encoding))
+    assert cloud.coordinates.tolist() == [[0, 1.5, 2], [4, 5, 6]]
+    assert {name: values.tolist() for name, values in cloud.attributes.items()} == {"height": [7, 8]}
+
+
+def test_columns_of_words_are_left_out_with_a_word(tmp_path):
+    text = b"tree,x,y,z,height,kind\noak 1,0,1,2,7,a\noak 2,4,5,6,,b\n"
+    with pytest.warns(io.PartlyReadWarning, match=r"a\.csv: columns .* left out: tree \('oak 1'\), kind \('a'\)\."):
+        cloud = read(tmp_path, "a.csv", text)
+    assert cloud.coordinates.tolist() == [[0, 1, 2], [4, 5, 6]]
+    assert np.array_equal(cloud.attributes["height"], [7, np.nan], equal_nan=True)
+    with pytest.warns(io.PartlyReadWarning, match=r"column_1 \('C'\)"):  # as chemists write molecules
+        assert read(tmp_path, "a.xyz", b"2\nmade by hand\nC 0 0 0\nH 1 0 0\n").points.shape == (2, 3)
+    with pytest.raises(ValueError, match=r"columns should be numbers; these are not: y \('\?'\), z \('\?'\)"):
+        read(tmp_path, "b.csv", b"x,y,z\n0,1,2\n1,?,?\n")
+
+
+def test_attributes_of_some_parts_are_left_out_with_a_word(tmp_path):
+    scene = trimesh.Scene([coloured(), trimesh.PointCloud(X)])
+    with pytest.warns(io.PartlyReadWarning, match="only some parts have are left out: red, green, blue"):
+        read(tmp_path, "scene.glb", exported(scene, "glb"))
 
 
 @pytest.mark.parametrize("name", sorted(WHOLE))
@@ -313,7 +601,7 @@ def test_damaged_files_are_refused_or_read(tmp_path, name, data):
         last = min(len(whole), 400) if kind == "header" else len(whole)
         for _ in range(data.draw(st.integers(1, 4))):
             whole[data.draw(st.integers(0, last - 1))] = data.draw(st.sampled_from([0, 57, 127, 128, 255]))
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, io.PartlyReadWarning):
         read(tmp_path, name, bytes(whole))
 
 
@@ -341,7 +629,7 @@ def test_damage_at_which_lazrs_would_end_the_process(tmp_path):
 
 def test_libraries_that_log_stay_silent(tmp_path, capfd):
     for name in WHOLE:
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, io.PartlyReadWarning):
             read(tmp_path, name, WHOLE[name][: len(WHOLE[name]) // 2])
     assert capfd.readouterr() == ("", "")
 
@@ -396,6 +684,12 @@ def test_spacing_and_extent_of_a_lattice():
     assert np.isclose(cloud.spacing, 0.5)
     assert np.isclose(cloud.extent, 2 * np.sqrt(3))
     assert io.Cloud(np.ones((3, 3))).spacing == 0
+
+
+def test_spacing_is_the_same_by_all_distances_and_by_a_tree(monkeypatch):
+    by_distances = io.Cloud(X).spacing
+    monkeypatch.setattr("qattn.io.cloud._FEW", 0)
+    assert np.isclose(by_distances, io.Cloud(X).spacing, rtol=1e-6)
 
 
 def test_clouds_check_what_they_are_made_of():

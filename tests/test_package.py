@@ -17,10 +17,10 @@ ROOT = Path(qattn.__file__).parent
 
 # Lowest first; a module may import those before it, and its own package.
 LAYERS = [
-    "_eager", "_compiled", "_progress", "_kd", "_distances", "_nearest", "pullback", "tiling", "attended", "lift",
-    "ranks", "_checks", "_scipy", "attention", "kernels", "distributed", "solver", "operators", "spectral",
-    "signatures", "maps", "flows", "geodesics", "axioms", "mass", "ragged", "nn", "shapes", "sampling", "sklearn",
-    "doctor", "io", "pictures", "cli", "__main__",
+    "_eager", "_broadcasting", "_compiled", "_progress", "_kd", "_distances", "_nearest", "pullback", "tiling",
+    "attended", "lift", "ranks", "_checks", "_scipy", "attention", "kernels", "distributed", "solver", "operators",
+    "spectral", "signatures", "maps", "flows", "geodesics", "axioms", "mass", "ragged", "nn", "shapes", "sampling",
+    "sklearn", "doctor", "io", "pictures", "cli", "__main__",
 ]  # fmt: skip
 
 
@@ -97,6 +97,23 @@ def test_import_brings_nothing_heavy():
         "import sys, torch; before = set(sys.modules); import qattn; print(*(set(sys.modules) - before))"
     ).split()
     assert not heavy & set(loaded)
+
+
+def test_a_small_cloud_is_diffused_without_slow_imports(tmp_path):
+    (tmp_path / "in.csv").write_text("x,y,z\n0,0,0\n1,0,0\n0,1,0\n1,1,0\n")
+    out = tmp_path / "out.ply"
+    script = (
+        "import contextlib, gc, sys\n"
+        "from qattn.__main__ import main\n"
+        f"sys.argv = ['qattn', 'diffuse', {str(tmp_path / 'in.csv')!r}, '--sigma', '2x', '-o', {str(out)!r}]\n"
+        "with contextlib.suppress(SystemExit):\n"
+        "    main()\n"
+        "print(gc.get_freeze_count() > 0, *sys.modules)\n"
+    )
+    *_, is_frozen, loaded = [*run(script).strip().rpartition("\n")[2].split(" ", 1)]
+    assert out.exists()
+    assert is_frozen == "True"
+    assert not {"sympy", "scipy.spatial", "trimesh", "matplotlib"} & set(loaded.split())
 
 
 def test_works_without_any_optional_library():

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qattn._broadcasting import broadcast_shapes
 from qattn._checks.numbers import finite, floating_tensor, shape_of
 
 __all__ = ["attention_arguments", "bias_of_kernel", "engine_takes"]
@@ -42,7 +43,7 @@ def attention_arguments(
             )
         batches["bias"] = bias.shape[:-1]
     try:
-        batch = torch.broadcast_shapes(*batches.values())
+        batch = broadcast_shapes(*batches.values())
     except RuntimeError:
         shapes = ", ".join(f"`{name}` {tuple(shape)}" for name, shape in batches.items())
         raise ValueError(
@@ -72,7 +73,7 @@ def attention_arguments(
 
 def bias_of_kernel(bias: Tensor, batch: torch.Size) -> None:
     """Checks a bias (*batch, M) for a kernel whose points have been prepared."""
-    if torch.broadcast_shapes(bias.shape[:-1], batch) != batch:
+    if broadcast_shapes(bias.shape[:-1], batch) != batch:
         raise ValueError(
             f"`bias` should have the batch axes {tuple(batch)} of the kernel; got shape {shape_of(bias)}. "
             'Give the points those axes too, or take `method="exact"`.'

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qattn._broadcasting import broadcast_shapes
 from qattn._checks.numbers import as_tensor, finite, floating, positive, shape_of
 
 __all__ = [
@@ -82,7 +83,7 @@ def two_clouds(source: Any, target: Any) -> tuple[Tensor, Tensor]:
             "Move it with `target.to(source.device)`."
         )
     try:
-        batch = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
+        batch = broadcast_shapes(x.shape[:-2], y.shape[:-2])
     except RuntimeError:
         raise ValueError(
             f"The batch axes should broadcast to one shape; got `source` {shape_of(x)}, `target` {shape_of(y)}."

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qattn._broadcasting import broadcast_shapes
 from qattn._checks.numbers import finite, floating, shape_of
 from qattn._checks.ranks import own_part
 from qattn.ranks import ALONE
@@ -38,7 +39,7 @@ def kernel_of(given: Any, sigma: Any, options: dict[str, Any], kind: type, gauss
 def kernels_of_one_size(shapes: Sequence[torch.Size]) -> None:
     """Checks the terms of a sum."""
     try:
-        fits = len({shape[-2:] for shape in shapes}) == 1 and torch.broadcast_shapes(*shapes) is not None
+        fits = len({shape[-2:] for shape in shapes}) == 1 and broadcast_shapes(*shapes) is not None
     except RuntimeError:
         fits = False
     if not fits:
@@ -82,7 +83,7 @@ def mass(numbers: Any, kernel: Any) -> Tensor:
             f"got {shape_of(tensor)}. Leave it out for equal masses."
         )
     try:
-        fits = torch.broadcast_shapes(tensor.shape[:-1], shape[:-2]) == shape[:-2]
+        fits = broadcast_shapes(tensor.shape[:-1], shape[:-2]) == shape[:-2]
     except RuntimeError:
         fits = False
     if not fits:

@@ -8,15 +8,20 @@ import qattn
 from qattn.cli.bench import bench
 from qattn.cli.demo import demo
 from qattn.cli.files import diffuse, info, mass, spectrum
+from qattn.cli.help import Command, Group
 from qattn.cli.kernels import doctor
 
 __all__ = ["app"]
 
 app = typer.Typer(
-    help="Diffusion operators by attention.", no_args_is_help=True, add_completion=False, rich_markup_mode="markdown"
+    cls=Group,
+    help="Diffusion operators by attention.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
 )
 for _command in (doctor, demo, info, diffuse, spectrum, mass, bench):
-    app.command()(_command)
+    app.command(cls=Command)(_command)
 
 
 def _version(asked: bool) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from qattn import _checks
 from qattn.cli.reading import ABOUT_FILE, read_cloud
 from qattn.cli.sigma import ABOUT_SIGMA, bandwidth
-from qattn.cli.speaking import one_sentence
+from qattn.cli.speaking import counted, one_sentence
 from qattn.io import Cloud
 from qattn.kernels import GaussianKernel
 from qattn.operators import diffusion
@@ -22,6 +22,7 @@ from qattn.shapes import creature
 
 __all__ = ["bench"]
 
+_SIGMAS = ["3x", "2%", "10%"]
 _CHANNELS = 8
 _PASSES = 6  # of a method that may be left out: about what normalising and applying take
 _BUDGET = 1.0  # seconds in which a measurement is repeated, and the best taken
@@ -31,9 +32,13 @@ def bench(
     file: Annotated[
         Path | None, typer.Argument(metavar="FILE", help=f"{ABOUT_FILE} Without one, a generated surface.")
     ] = None,
-    points: Annotated[int, typer.Option(help="How many points the generated surface has.")] = 100_000,
-    sigma: Annotated[list[str], typer.Option(help=f"{ABOUT_SIGMA} May be given repeatedly.")] = ["3x", "2%", "10%"],  # noqa: B006 (typer copies it)
-    limit: Annotated[float, typer.Option(help="Leave a method out that should take more seconds.")] = 60.0,
+    points: Annotated[int, typer.Option(metavar="N", help="How many points the generated surface has.")] = 100_000,
+    sigma: Annotated[
+        list[str], typer.Option(metavar="SIGMA", help=f"{ABOUT_SIGMA} May be given repeatedly.")
+    ] = _SIGMAS,
+    limit: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Leave a method out that should take more seconds.")
+    ] = 60.0,
 ) -> None:
     """Compare the methods on this machine: how long each takes to diffuse a cloud, and how exact it is.
 
@@ -59,7 +64,8 @@ def bench(
                 for row in _rows(places, length, mass, signal, limit):
                     table.add_row(*row)
                 table.add_section()
-        typer.echo(f"{len(places):,} points, {torch.get_num_threads()} threads, torch {torch.__version__}")
+        threads = counted(torch.get_num_threads(), "thread")
+        typer.echo(f"{counted(len(places), 'point')}, {threads}, torch {torch.__version__}")
         Console().print(table)
 
 

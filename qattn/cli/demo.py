@@ -42,7 +42,7 @@ class _Row(NamedTuple):
 
 def demo(
     out: Annotated[Path, typer.Option("--output", "-o", metavar="PNG", help="The picture.")] = Path("demo.png"),
-    points: Annotated[int, typer.Option(help="How many points the large cloud has.")] = 1_000_000,
+    points: Annotated[int, typer.Option(metavar="N", help="How many points the large cloud has.")] = 1_000_000,
 ) -> None:
     """Diffuse noise on a million points, compute the modes of a shape, print figures and draw a picture.
 

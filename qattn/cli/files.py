@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from qattn import _checks, io
 from qattn.cli.reading import File, read_cloud, read_shape
 from qattn.cli.sigma import ABOUT_SIGMA, bandwidth, spacing
-from qattn.cli.speaking import one_sentence
+from qattn.cli.smoothing import How, smooth_cloud, smooth_grid
+from qattn.cli.speaking import counted, one_sentence
 from qattn.io import Cloud, Grid
-from qattn.io.writing import can_write
+from qattn.io.writing import CLOUD_ENDINGS, GRID_ENDINGS, can_write, endings_of
 from qattn.kernels import MixtureKernel
 from qattn.mass import density, vertex_areas
 from qattn.operators import diffusion
@@ -32,6 +33,10 @@ Output = Annotated[
 ]
 
 
+def _listed(endings: tuple[str, ...]) -> str:
+    return f"{', '.join(endings[:-1])} or {endings[-1]}"
+
+
 def info(file: File) -> None:
     """Show what a file holds, and which bandwidths suit it.
 
@@ -46,40 +51,52 @@ def info(file: File) -> None:
 
 def diffuse(
     file: File,
-    out: Output,
-    sigma: Annotated[str, typer.Option(help=ABOUT_SIGMA, show_default=False)],
+    out: Annotated[
+        Path,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="OUT",
+            help=f"Where to write: {_listed(CLOUD_ENDINGS)}; a grid: {_listed(GRID_ENDINGS)}.",
+            show_default=False,
+        ),
+    ],
+    sigma: Annotated[str, typer.Option(metavar="SIGMA", help=ABOUT_SIGMA, show_default=False)],
     signal: Annotated[
         list[str], typer.Option(metavar="NAME", help="What to diffuse: an attribute, or xyz. May be given repeatedly.")
     ] = ["xyz"],  # noqa: B006 (typer copies it)
-    steps: Annotated[int, typer.Option(help="How often the operator is applied.")] = 1,
+    labels: Annotated[
+        bool, typer.Option("--labels", help="It is labels: each point takes the one that weighs most about it.")
+    ] = False,
+    box: Annotated[bool, typer.Option("--box", help="Diffuse a grid over its whole box, also where it is 0.")] = False,
+    steps: Annotated[int, typer.Option(metavar="N", help="How often the operator is applied.")] = 1,
 ) -> None:
-    """Diffuse positions, which removes noise, or attributes, which smooths them.
+    """Diffuse positions, which removes noise, or attributes, which smooths them, or the values of a grid.
 
     The result takes the place of what was diffused; all else is kept. Vertices of a mesh weigh their areas, points an
-    attribute `mass` if there is one, and splats their opacities.
+    attribute `mass` if there is one, and splats their opacities. Whole numbers are rounded, but those that are codes,
+    such as `classification` or `label`, are put to the vote, as with `--labels`. The values of a grid are diffused
+    between its occupied voxels, those above 0.
     """
     with one_sentence():
-        can_write(out, (".ply", ".npz"))
-        cloud = read_cloud(file)
+        can_write(out, (*CLOUD_ENDINGS, *GRID_ENDINGS))
         _checks.integer("--steps", steps, 1)
-        signals = [_signal(cloud, name) for name in signal]
-        length = bandwidth(sigma, cloud)
-        q = diffusion(cloud.kernel(length), mass=cloud.mass, tol=_TOL)
-        # Without its mean, so that a constant stays what it is, whatever the row sums.
-        means = [values.mean(0, dtype=np.float64) for values in signals]
-        columns = [(values - mean).astype(np.float32) for values, mean in zip(signals, means, strict=True)]
-        smooth = np.split(q.power(steps, np.column_stack(columns)), np.cumsum([c.shape[1] for c in columns])[:-1], 1)
-        result = cloud
-        for name, values, mean, change in zip(signal, signals, means, smooth, strict=True):
-            if name == "xyz":
-                result = result.moved(mean + change)
-            else:
-                result = result.with_attributes(**{name: _as_before(mean + change, cloud.attributes[name], values)})
+        shape = read_shape(file)
+        can_write(out, endings_of(shape))
+        how = How(bandwidth(sigma, shape), steps, labels, _TOL)
+        result: Cloud | Grid
+        if isinstance(shape, Grid):
+            if signal != ["xyz"]:
+                raise ValueError(f"{file} holds a grid, of which the values are diffused. Leave --signal out.")
+            result, remark = smooth_grid(shape, box, how)
+        else:
+            if box:
+                raise ValueError(f"{file} holds points, and --box is for grids. Leave it out.")
+            result, remark = smooth_cloud(shape, list(dict.fromkeys(signal)), how)
         io.write(out, result)
-        moved = np.linalg.norm(result.coordinates - cloud.coordinates, axis=1)
-        remark = f"; points moved by {moved.mean():.3g} on average, {moved.max():.3g} at most" if moved.any() else ""
+        what = "values" if isinstance(shape, Grid) else ", ".join(signal)
         times = f", {steps} times" if steps > 1 else ""
-        typer.echo(f"{out}: {', '.join(signal)} diffused with σ = {length:.4g}{times}{remark}")
+        typer.echo(f"{out}: {what} diffused with σ = {how.sigma:.4g}{times}{remark}")
 
 
 def spectrum(
@@ -87,8 +104,8 @@ def spectrum(
     out: Annotated[
         Path, typer.Option("--output", "-o", metavar="OUT", help="Where to write: .npz.", show_default=False)
     ],
-    k: Annotated[int, typer.Option("-k", help="How many eigenpairs.")] = 64,
-    sigma: Annotated[str, typer.Option(help=ABOUT_SIGMA)] = "3x",
+    k: Annotated[int, typer.Option("-k", metavar="K", help="How many eigenpairs.")] = 64,
+    sigma: Annotated[str, typer.Option(metavar="SIGMA", help=ABOUT_SIGMA)] = "3x",
     plot: Annotated[
         Path | None, typer.Option(metavar="PNG", help="A picture of the first modes and eigenvalues.")
     ] = None,
@@ -124,7 +141,7 @@ def spectrum(
                 draw_modes(picture, *(torch.from_numpy(arrays[n]) for n in ("points", "vectors", "frequencies")))
         first, last, worst = float(found.values[0]), float(found.values[-1]), float(found.residuals.max())
         typer.echo(
-            f"{out}: {k} eigenpairs of {len(arrays['points']):,} points with σ = {length:.4g}, "
+            f"{out}: {counted(k, 'eigenpair')} of {counted(len(arrays['points']), 'point')} with σ = {length:.4g}, "
             f"λ from {first:.4g} to {last:.4g}, residuals up to {worst:.0e}"
         )
 
@@ -133,7 +150,7 @@ def mass(
     file: File,
     out: Output,
     sigma: Annotated[
-        str | None, typer.Option(help=f"{ABOUT_SIGMA} By default areas for meshes and 3x for clouds.")
+        str | None, typer.Option(metavar="SIGMA", help=f"{ABOUT_SIGMA} By default areas for meshes and 3x for clouds.")
     ] = None,
 ) -> None:
     """Weigh points by how much of the shape each stands for, and write it as the attribute `mass`.
@@ -142,7 +159,7 @@ def mass(
     the density of points there, which sums to 1.
     """
     with one_sentence():
-        can_write(out, (".ply", ".npz"))
+        can_write(out, CLOUD_ENDINGS)
         cloud = read_cloud(file)
         if cloud.faces is not None and sigma is None:
             masses, what = vertex_areas(cloud.points, cloud.faces), "areas"
@@ -153,25 +170,6 @@ def mass(
         low, middle, high = np.quantile(masses, [0, 0.5, 1])
         total = masses.sum(dtype=np.float64)
         typer.echo(f"{out}: {what}; sum {total:.4g}, least {low:.3g}, median {middle:.3g}, most {high:.3g}")
-
-
-def _signal(cloud: Cloud, name: str) -> Array:
-    """Positions or an attribute as columns (N, C)."""
-    if name != "xyz" and name not in cloud.attributes:
-        known = ", ".join(["xyz", *cloud.attributes])
-        raise ValueError(f"--signal should be one of {known}; got {name!r}.")
-    values = cloud.points if name == "xyz" else cloud.attributes[name].reshape(len(cloud), -1)
-    count = int((~np.isfinite(values)).any(1).sum())
-    if count:
-        raise ValueError(f"The attribute `{name}` is NaN or infinite at {count} of the {len(cloud)} points.")
-    return values
-
-
-def _as_before(smooth: Array, attribute: Array, values: Array) -> Array:
-    """In shape and type those of the attribute; whole numbers are rounded."""
-    if attribute.dtype.kind != "f":
-        smooth = np.clip(np.rint(smooth), values.min(), values.max())
-    return smooth.reshape(attribute.shape).astype(attribute.dtype)
 
 
 def _suggestion(spacing: float, extent: float) -> str:
@@ -201,10 +199,12 @@ def _cloud_facts(cloud: Cloud) -> list[tuple[str, str]]:
 
 
 def _grid_facts(grid: Grid) -> list[tuple[str, str]]:
-    kind = "a mask" if grid.values.dtype.kind == "b" else "weights"
+    values = grid.values[grid.occupied]
+    low, high = values.min(), values.max()
+    kind = "a mask" if low == high else f"{values.dtype}, occupied by values from {low:.4g} to {high:.4g}"
     return [
         ("what", f"a grid, {kind}"),
-        ("voxels", f"{int((grid.values > 0).sum()):,} of {' × '.join(map(str, grid.values.shape))}"),
+        ("voxels", f"{len(values):,} of {' × '.join(map(str, grid.values.shape))}"),
         ("extent", f"{grid.extent:.4g}"),
         ("spacing", " × ".join(f"{size:.4g}" for size in grid.spacing)),
     ]

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 import qattn
+from qattn.cli.speaking import counted
 from qattn.doctor import BackendReport, backends, choices
 
 __all__ = ["doctor"]
@@ -35,7 +36,8 @@ def doctor() -> None:
     console = Console(width=None if sys.stdout.isatty() else 140)
     with Console(stderr=True).status("trying the backends") as status:
         reports = backends(lambda what: status.update(f"trying {what}"))
-    console.print(f"qattn {qattn.__version__}, torch {torch.__version__}, {torch.get_num_threads()} threads")
+    threads = counted(torch.get_num_threads(), "thread")
+    console.print(f"qattn {qattn.__version__}, torch {torch.__version__}, {threads}")
     for device in dict.fromkeys(report.device for report in reports):
         table = Table("backend", "dtype", "usable", title=f"Attention kernels on {device}", title_justify="left")
         for heading in ("lse error", "out error", "ns/pair, lse", "ns/pair, C = 8"):

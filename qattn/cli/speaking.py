@@ -1,4 +1,4 @@
-"""How the command speaks when something is wrong: one sentence, to stderr."""
+"""How the command speaks: numbers with their nouns, and what is wrong in one sentence, to stderr."""
 
 import warnings
 from collections.abc import Iterator
@@ -6,7 +6,12 @@ from contextlib import contextmanager
 
 import typer
 
-__all__ = ["one_sentence"]
+__all__ = ["counted", "one_sentence"]
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things: "1 thread", "2,000 points"."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 @contextmanager

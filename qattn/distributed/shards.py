@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from qattn import _checks
+from qattn._broadcasting import broadcast_shapes
 from qattn.distributed.group import Group, pack, unpack
 from qattn.kernels.sites import Sites
 
@@ -26,7 +27,7 @@ class Shards:
 
     def __init__(self, group: Group, targets: Tensor, points: Tensor) -> None:
         self.group = group
-        batch = torch.broadcast_shapes(targets.shape[:-2], points.shape[:-2])
+        batch = broadcast_shapes(targets.shape[:-2], points.shape[:-2])
         about = [*points.shape[-1:], points.dtype.itemsize, *batch]
         header = torch.tensor([targets.shape[-2], points.shape[-2], len(about), *about], device=points.device)
         headers = [row.tolist() for row in group.joined(header)]

@@ -20,6 +20,7 @@ from qattn.mass import vertex_areas
 __all__ = ["Cloud", "Grid"]
 
 _FAR = 10.0  # extents from the origin, beyond which float32 would lose digits
+_FEW = 2_000  # points whose distances are all computed, in less time than a library for trees is imported
 _SOME = 10_000  # points whose nearest neighbour is looked for
 
 Array = NDArray[Any]
@@ -96,11 +97,15 @@ class Cloud:
     @cached_property
     def spacing(self) -> float:
         """The mean distance of a point to the nearest other place with a point, over at most 10,000 of them."""
-        from scipy.spatial import cKDTree  # here, because SciPy is slow to import
-
         places = np.unique(self.points, axis=0)
         if len(places) == 1:
             return 0.0
+        if len(places) <= _FEW:
+            x = torch.from_numpy(places)
+            distances = torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist").fill_diagonal_(torch.inf)
+            return float(distances.amin(1).double().mean())
+        from scipy.spatial import cKDTree  # here, because SciPy is slow to import
+
         some = places[:: -(-len(places) // _SOME)]
         return float(cKDTree(places).query(some, 2)[0][:, 1].mean())
 
@@ -139,24 +144,43 @@ class Cloud:
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """Voxels, as `VoxelKernel` takes them.
+    """Numbers on voxels: a mask, weights, labels or a picture.
 
     Attributes:
-        values: True where a voxel is occupied, or weights ≥ 0 of floating point, with 1, 2 or 3 axes.
+        values: Booleans, integers or floating point as the file has them, with 1, 2 or 3 axes; occupied voxels are
+            those above 0, of which there is at least one.
         spacing: The size of a voxel along each axis.
+        header: What else the file says, such as where the grid lies in the world, for a file of the same format.
     """
 
     values: Array
     spacing: tuple[float, ...]
+    header: Any = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        _checks.voxels("values", self.values)
+        if self.values.ndim not in (1, 2, 3) or self.values.dtype.kind not in "biuf":
+            raise ValueError(
+                "`values` should be a grid of real numbers with 1, 2 or 3 axes; "
+                f"got {self.values.dtype} of shape {self.values.shape}."
+            )
+        if not self.occupied.any():
+            raise ValueError(f"`values` should hold at least one occupied voxel, above 0, of {self.values.shape}.")
         _checks.spacing(self.spacing, self.values.ndim)
+
+    @cached_property
+    def occupied(self) -> Array:
+        """True where the value is above 0."""
+        return self.values if self.values.dtype.kind == "b" else self.values > 0
+
+    @property
+    def weights(self) -> Array:
+        """What `VoxelKernel` takes: the occupied voxels, or weights if the values are floating point."""
+        return self.values if self.values.dtype.kind == "f" else self.occupied
 
     @property
     def extent(self) -> float:
-        """The diagonal of the box about the centres of the occupied voxels."""
-        occupied = [np.flatnonzero((self.values > 0).any(self._others(axis))) for axis in range(self.values.ndim)]
+        """The diagonal of the box about the centers of the occupied voxels."""
+        occupied = [np.flatnonzero(self.occupied.any(self._others(axis))) for axis in range(self.values.ndim)]
         return float(np.linalg.norm([h * (i[-1] - i[0]) for i, h in zip(occupied, self.spacing, strict=True)]))
 
     def _others(self, axis: int) -> tuple[int, ...]:
@@ -164,4 +188,8 @@ class Grid:
 
     def kernel(self, sigma: float) -> VoxelKernel:
         """The kernel of the occupied voxels."""
-        return VoxelKernel(torch.from_numpy(self.values), sigma, self.spacing)
+        return VoxelKernel(torch.from_numpy(self.weights), sigma, self.spacing)
+
+    def with_values(self, values: Array) -> "Grid":
+        """The same grid with other values."""
+        return replace(self, values=values)

@@ -1,4 +1,4 @@
-"""Writes clouds as PLY or NPZ: all that was read, with what was added.
+"""Writes clouds as PLY or NPZ, and grids as what they were: all that was read, with what was added.
 
 PLY is written here, because trimesh rounds coordinates to float32, which far from the origin loses what is small.
 """
@@ -13,9 +13,10 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from qattn.io.cloud import Cloud
+from qattn.io.cloud import Cloud, Grid
+from qattn.io.writing_grids import GRID_WRITERS
 
-__all__ = ["can_write", "replacing", "write"]
+__all__ = ["CLOUD_ENDINGS", "GRID_ENDINGS", "can_write", "endings_of", "replacing", "write"]
 
 Array = NDArray[Any]
 
@@ -32,26 +33,37 @@ _TYPES = {
 }
 
 
-def write(path: str | os.PathLike[str], cloud: Cloud) -> None:
+def write(path: str | os.PathLike[str], shape: Cloud | Grid) -> None:
     """Writes a cloud as .ply, attributes as properties of the vertices, or as .npz, attributes as arrays.
 
-    An attribute (N, C) becomes the properties name_0 to name_{C−1} of a PLY file.
+    An attribute (N, C) becomes the properties name_0 to name_{C−1} of a PLY file. A grid becomes .nii, .nii.gz, .nrrd,
+    .npy or .npz, and lies where it was in the world if it was read from the same format.
 
     Raises:
-        ValueError: The ending is neither, or PLY cannot hold the cloud. What was at `path` is then untouched.
+        ValueError: The ending is another, or PLY cannot hold the cloud. What was at `path` is then untouched.
     """
-    can_write(path, _WRITERS)
+    ending = can_write(path, endings_of(shape))
     with replacing(path) as file:
-        _WRITERS[Path(path).suffix.lower()](file, cloud)
+        if isinstance(shape, Grid):
+            GRID_WRITERS[ending](file, shape)
+        else:
+            _WRITERS[ending](file, shape)
 
 
-def can_write(path: str | os.PathLike[str], endings: Iterable[str]) -> None:
-    """Checks where a result is to go, which is worth knowing before it is computed."""
+def endings_of(shape: Cloud | Grid) -> tuple[str, ...]:
+    """What a cloud or a grid can be written as."""
+    return GRID_ENDINGS if isinstance(shape, Grid) else CLOUD_ENDINGS
+
+
+def can_write(path: str | os.PathLike[str], endings: Iterable[str]) -> str:
+    """Checks where a result is to go, which is worth knowing before it is computed, and returns its ending."""
     path = Path(path)
-    if path.suffix.lower() not in endings:
+    ending = next((ending for ending in endings if path.name.lower().endswith(ending)), None)
+    if ending is None:
         raise ValueError(f"{path} should end in {' or '.join(endings)}, which is what is written.")
     if not path.parent.is_dir():
         raise ValueError(f"{path} cannot be written: there is no directory {path.parent}.")
+    return ending
 
 
 @contextmanager
@@ -121,3 +133,5 @@ def _known(values: Array) -> Array:
 
 
 _WRITERS = {".ply": _ply, ".npz": _npz}
+
+CLOUD_ENDINGS, GRID_ENDINGS = tuple(_WRITERS), tuple(GRID_WRITERS)

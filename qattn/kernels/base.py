@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from qattn import _checks
+from qattn._broadcasting import broadcast_shapes
 from qattn.attended import Attended, merge
 from qattn.ranks import ALONE, Ranks
 
@@ -148,7 +149,7 @@ class GaussianPoints(PointKernel):
 
     @property
     def shape(self) -> torch.Size:
-        batch = torch.broadcast_shapes(self._targets.shape[:-2], self._points.shape[:-2])
+        batch = broadcast_shapes(self._targets.shape[:-2], self._points.shape[:-2])
         return torch.Size((*batch, *self._sigma.shape, self._targets.shape[-2], self._points.shape[-2]))
 
     @property
@@ -190,7 +191,7 @@ class SumKernel(PointKernel):
 
     @property
     def shape(self) -> torch.Size:
-        return torch.broadcast_shapes(*(kernel.shape for kernel in self._kernels))
+        return broadcast_shapes(*(kernel.shape for kernel in self._kernels))
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

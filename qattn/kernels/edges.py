@@ -6,6 +6,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from qattn._broadcasting import broadcast_shapes
 from qattn.attended import Attended
 
 __all__ = ["Edges"]
@@ -54,7 +55,7 @@ class Edges:
             return Attended(None, lse)
         weights = (weights / torch.where(total == 0, 1, total)[..., rows]).to(value.dtype)
         if torch.is_grad_enabled() and (weights.requires_grad or value.requires_grad):
-            batch = torch.broadcast_shapes(weights.shape[:-1], value.shape[:-2])
+            batch = broadcast_shapes(weights.shape[:-1], value.shape[:-2])
             products = weights[..., None] * value[..., columns, :]  # (*batch, E, C): what a gradient needs anyway
             out = value.new_zeros(*batch, self.size, value.shape[-1])
             return Attended(out.index_add(len(batch), rows, products.expand(*batch, -1, -1)), lse)
@@ -68,7 +69,7 @@ class Edges:
 
     def _product(self, weights: Tensor, value: Tensor) -> Tensor:
         """Σ_j w_ij v_j by one sparse product for each item of a batch: memory for the edges and the values alone."""
-        batch = torch.broadcast_shapes(weights.shape[:-1], value.shape[:-2])
+        batch = broadcast_shapes(weights.shape[:-1], value.shape[:-2])
         weights = weights.expand(*batch, -1).reshape(batch.numel(), weights.shape[-1])
         values = value.expand(*batch, -1, -1).reshape(batch.numel(), *value.shape[-2:])
         with warnings.catch_warnings():

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from qattn import _checks
+from qattn._broadcasting import broadcast_shapes
 from qattn.attended import Attended
 from qattn.attention import attend
 from qattn.kernels.base import PointKernel
@@ -158,7 +159,7 @@ class MixtureKernel(PointKernel):
     @property
     def shape(self) -> torch.Size:
         targets = self._means if self._targets is None else self._targets
-        batch = torch.broadcast_shapes(targets.shape[:-2], self._means.shape[:-2])
+        batch = broadcast_shapes(targets.shape[:-2], self._means.shape[:-2])
         return torch.Size((*batch, *self._sigma.shape, targets.shape[-2], self._means.shape[-2]))
 
     @property

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from qattn._broadcasting import broadcast_shapes
 from qattn._compiled import share
 from qattn.attended import Attended, sized
 from qattn.attention.backend import Engine
@@ -70,7 +71,7 @@ class Overlap:
         if sigma.ndim:
             means, numbers, sigma = means[..., None, :, :], numbers[..., None, :, :], sigma[:, None, None]
         means, numbers = means / sigma, numbers / sigma**2 + 0.5 * identity
-        batch = torch.broadcast_shapes(means.shape[:-1], numbers.shape[:-1])
+        batch = broadcast_shapes(means.shape[:-1], numbers.shape[:-1])
         return torch.cat([means.expand(*batch, -1), numbers.expand(*batch, -1)], dim=-1)
 
     def in_space(self, embedded: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from qattn import _checks
+from qattn._broadcasting import broadcast_shapes
 from qattn.attended import Attended
 from qattn.attention import gaussian
 from qattn.attention.api import attend_by
@@ -34,7 +35,7 @@ def attend_prepared(
     sigma: Tensor | None = None,
 ) -> Attended:
     """As `attend`, by an engine for these queries and keys: a batch of the values that they lack goes by channels."""
-    batch = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
+    batch = broadcast_shapes(query.shape[:-2], key.shape[:-2])
     _checks.bias_of_kernel(bias, batch)
     if query is not key:
         query, key = (x.expand(*batch, -1, -1) for x in (query, key))
@@ -56,7 +57,7 @@ def attend_by_heads(
         return attend_by_one(groups[0][1], None, bias, value)
     bias = bias.expand(*batch, -1)  # (*batch, H, M)
     if value is not None:
-        value = value.expand(*torch.broadcast_shapes(value.shape[:-2], batch), -1, -1)
+        value = value.expand(*broadcast_shapes(value.shape[:-2], batch), -1, -1)
     parts = []
     for heads, engine in groups:
         assert heads is not None
@@ -111,7 +112,7 @@ def rows_differentiated(
 
 def _extra_axes(value: Tensor, batch: torch.Size) -> tuple[torch.Size, list[int], list[int]]:
     """The batch of kernel and value together, its axes that the kernel has, and those that only the value has."""
-    whole = torch.broadcast_shapes(value.shape[:-2], batch)
+    whole = broadcast_shapes(value.shape[:-2], batch)
     own = (1,) * (len(whole) - len(batch)) + tuple(batch)
     extra = [axis for axis in range(len(whole)) if own[axis] == 1 and whole[axis] != 1]
     return whole, [axis for axis in range(len(whole)) if axis not in extra], extra

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qattn._broadcasting import broadcast_shapes
 from qattn.attended import Attended
 
 __all__ = ["Products"]
@@ -38,8 +39,8 @@ class Products:
         weights = torch.exp(bias - top)[..., None]  # (*batch, N, 1)
         columns = weights
         if value is not None:
-            batch = torch.broadcast_shapes(weights.shape[:-2], value.shape[:-2])
-            weights, value = weights.expand(*batch, -1, -1), value.expand(*batch, -1, -1)
+            shared = broadcast_shapes(weights.shape[:-2], value.shape[:-2])
+            weights, value = weights.expand(*shared, -1, -1), value.expand(*shared, -1, -1)
             columns = torch.cat([weights, weights * value], dim=-1)  # (*batch, N, 1 + C)
         *batch, _, C = columns.shape
         flat = columns.movedim(-2, 0).reshape(self._size, -1).to(self.tensor.dtype)

@@ -5,6 +5,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from qattn._broadcasting import broadcast_shapes
 from qattn.kernels.tiles import SortedCloud
 from qattn.ranks import ALONE, Ranks
 from qattn.tiling import kd_order
@@ -34,7 +35,7 @@ class Sites:
     def __init__(self, targets: Tensor, points: Tensor, ranks: Ranks = ALONE) -> None:
         self._is_self, self.ranks = targets is points, ranks
         self._given = targets.detach(), points.detach()
-        self.batch = torch.broadcast_shapes(targets.shape[:-2], points.shape[:-2])
+        self.batch = broadcast_shapes(targets.shape[:-2], points.shape[:-2])
         self.size = targets.shape[-2], points.shape[-2]  # N and M
         self.dims, self.dtype, self.device = points.shape[-1], points.dtype, points.device
 
