@@ -84,6 +84,14 @@ def log_of_mass(mass: Tensor) -> Tensor:
     return torch.where(is_positive, torch.log(torch.where(is_positive, mass, 1)), -torch.inf)
 
 
+def check_options(tol: float, max_iter: int, adjoint: str, iteration: str) -> None:
+    """Checks how a normalization is to be solved for, and differentiated."""
+    _checks.not_negative("tol", tol)
+    _checks.integer("max_iter", max_iter, 1)
+    _checks.one_of("adjoint", adjoint, ADJOINTS)
+    _checks.one_of("iteration", iteration, ITERATIONS)
+
+
 @eager
 def sinkhorn(
     kernel: Kernel,
@@ -119,10 +127,10 @@ def sinkhorn(
         >>> bool(result.converged), int(result.num_iter)
         (True, 5)
     """
-    _checks.not_negative("tol", tol)
-    _checks.integer("max_iter", max_iter, 1)
-    _checks.one_of("adjoint", adjoint, ADJOINTS)
-    _checks.one_of("iteration", iteration, ITERATIONS)
+    asked = {"`tol`": tol, "`max_iter`": max_iter, "`adjoint`": adjoint, "`iteration`": iteration}
+    asked |= {"The shape of `mass`": _checks.kind_of_rows(mass, -1), "Whether there is `init`": init is not None}
+    kernel.ranks.agree("sinkhorn", kernel.device, asked | {"The shape of `value`": _checks.kind_of_rows(value, -2)})
+    check_options(tol, max_iter, adjoint, iteration)
     mass = _checks.mass(kernel.mass if mass is None else mass, kernel)
     log_mass = log_of_mass(mass)
     start = None if init is None else _checks.potential(init, kernel)

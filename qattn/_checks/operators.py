@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qattn._checks.numbers import finite, floating, shape_of
-from qattn._checks.ranks import own_part
+from qattn._checks.numbers import as_tensor, finite, floating, shape_of
+from qattn._checks.ranks import kind_of_rows, own_part
 from qattn.ranks import ALONE
 
 __all__ = [
@@ -112,19 +112,23 @@ def potential(numbers: Any, kernel: Any) -> Tensor:
     return tensor
 
 
-def positive_rows(lse: Tensor) -> None:
-    """Checks the logarithms of row sums that are to be divided by."""
-    if (lse == -torch.inf).any():
+def positive_rows(lse: Tensor, ranks: Any) -> None:
+    """Checks the logarithms of row sums that are to be divided by, on all ranks together."""
+    zeros, rows = ranks.sum(torch.tensor([int((lse == -torch.inf).sum()), lse.numel()], device=lse.device)).tolist()
+    if zeros:
         raise ValueError(
-            f"Each row of the kernel should have a positive sum; {int((lse == -torch.inf).sum())} of {lse.numel()} "
-            "are 0. Leave those sites out, or give them a similarity to themselves."
+            f"Each row of the kernel should have a positive sum; {zeros} of {rows} are 0. Leave those sites out, or "
+            "give them a similarity to themselves."
         )
 
 
 def signal(numbers: Any, shape: torch.Size, device: torch.device, ranks: Any = ALONE) -> Tensor:
     """Values (M,), (M, C) or (*batch, M, C) for an operator of shape (*batch, N, M)."""
-    tensor = floating("signal", own_part("signal", numbers, -2, ranks))
+    tensor = as_tensor("signal", own_part("signal", numbers, -2, ranks))
+    tensor = floating("signal", tensor.to(torch.get_default_dtype()) if tensor.dtype == torch.bool else tensor)
     M = shape[-1]
+    kind = {"The shape of `signal`": kind_of_rows(tensor, -2), "The dtype of `signal`": tensor.dtype}
+    ranks.agree("q @ signal", device, kind)
     axis = -1 if tensor.ndim == 1 else -2
     if tensor.ndim == 0 or tensor.shape[axis] != M:
         raise ValueError(
