@@ -13,7 +13,6 @@ The same iteration solves the linear systems of the implicit adjoint. For a cota
 All products are attends, so gradients need no kernel of their own, and the solves are differentiable again.
 """
 
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +22,7 @@ from torch import Tensor
 from qattn import _checks
 from qattn._eager import eager
 from qattn._progress import Progress
+from qattn._warning import warn_caller
 from qattn.kernels.base import Kernel
 from qattn.pullback import vector_jacobian
 
@@ -140,10 +140,9 @@ def sinkhorn(
         result = _iterate(kernel, mass, log_mass, start, tol, max_iter, iteration, None if needs_gradient else value)
     if tol > 0 and not result.converged.all():
         worst = float(result.marginal_error[~result.converged].amax())
-        warnings.warn(
+        warn_caller(
             f"Sinkhorn stopped after {max_iter} passes with a mean |Q1 − 1| of {worst:.1e}, above tol = {tol:.1e}. "
-            "Raise `max_iter` or `tol`, or use float64.",
-            stacklevel=3,  # past `eager`
+            "Raise `max_iter` or `tol`, or use float64."
         )
     potential, out = result.potential, result.out
     if adjoint == "implicit" and needs_gradient:
