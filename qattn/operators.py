@@ -151,8 +151,10 @@ class Diffusion(_Operator):
         return signal
 
     @eager
-    def value_and_gradient(self, signal: Tensor) -> tuple[Tensor, Tensor]:
+    def value_and_gradient(self, signal: Any) -> tuple[Any, Any]:
         r"""Qf, shape (*batch, N, C), and its gradient in space, exact and from one pass, shape (*batch, N, C, d).
+
+        A signal (N,) gives (*batch, N) and (*batch, N, d); arrays come back as arrays.
 
         For a Gaussian kernel and rows that sum to one, Qf extends to a smooth function of space, and
 
@@ -161,7 +163,8 @@ class Diffusion(_Operator):
         the covariance of signal and position within each row. Of a DTensor, these are this rank's parts of both.
         """
         kernel = _checks.with_gradients(self.kernel, GaussianPoints, self.normalization)
-        f = _checks.signal(signal, self._shape, self._device, self._ranks)
+        given = _checks.signal(signal, self._shape, self._device, self._ranks)
+        f = given[:, None] if given.ndim == 1 else given
         f = f.expand(*torch.broadcast_shapes(f.shape[:-2], self._shape[:-2]), *f.shape[-2:])
         x = kernel.centred if kernel.sigma.ndim == 0 else kernel.centred[..., None, :, :]
         x = x.expand(*f.shape[:-1], -1)
@@ -173,8 +176,13 @@ class Diffusion(_Operator):
         mean_f, mean_fx, mean_x = mean.split([C, C * d, d], dim=-1)
         covariance = mean_fx.unflatten(-1, (C, d)) - mean_f[..., None] * mean_x[..., None, :]
         sigma = kernel.sigma if kernel.sigma.ndim == 0 else kernel.sigma[:, None, None, None]
-        value = torch.exp(self._left + lse)[..., None] * mean_f
-        return value.to(f.dtype), (covariance / sigma**2).to(f.dtype)
+        value = (torch.exp(self._left + lse)[..., None] * mean_f).to(f.dtype)
+        gradient = (covariance / sigma**2).to(f.dtype)
+        if given.ndim == 1:
+            value, gradient = value[..., 0], gradient[..., 0, :]
+        if isinstance(signal, Tensor):
+            return value, gradient
+        return value.numpy(force=True), gradient.numpy(force=True)
 
     def extend(self, points: Any) -> "_Extension":
         """The same diffusion evaluated at other points (*batch, N', d): an operator of shape (*batch, N', N).

@@ -283,6 +283,17 @@ def test_what_it_prints():
     assert "marginal_error=" in text
 
 
+@pytest.mark.parametrize("normalization", ["sinkhorn", "row", "symmetric", "none"])
+def test_looking_computes_nothing(normalization, monkeypatch):
+    points, mass = torch.randn(40, 3).double(), torch.rand(40).double()
+    q = diffusion(points, 0.5, mass, normalization=normalization)
+    expected = (q.to_dense().sum(-1) - 1).abs() @ mass / mass.sum()
+    monkeypatch.setattr(GaussianKernel, "attend", lambda *_: pytest.fail("a pass of the kernel"))
+    torch.testing.assert_close(q.marginal_error, expected)
+    assert f"marginal_error={float(q.marginal_error):.1e}" in repr(q)
+    assert q.to("cpu").marginal_error == q.for_channels(3).marginal_error == q.marginal_error
+
+
 @pytest.mark.parametrize("adjoint", ["implicit", "unroll"])
 def test_gradients_through_the_operator(adjoint):
     points = torch.randn(5, 2, dtype=torch.float64, requires_grad=True)
