@@ -14,10 +14,10 @@ __all__ = [
     "kernel_of",
     "kernels_of_one_size",
     "mass",
+    "near_operator",
     "point_kernel",
     "positive_rows",
     "potential",
-    "same_points",
     "signal",
     "with_gradients",
 ]
@@ -53,11 +53,23 @@ def point_kernel(kernel: Any, kind: type) -> Any:
     return kernel
 
 
-def same_points(kernel: Any, other: Any, kind: type) -> Any:
-    """The other kernel, if it is of a kind and at the same points."""
-    if not isinstance(other, kind) or not torch.equal(kernel.points.detach(), other.points.detach()):  # type: ignore[attr-defined]
+def near_operator(near: Any, kernel: Any, cloud: Tensor, heads: int) -> Any:
+    """The kernel of an operator that a layer of some heads at points (*batch, N, d) may start from."""
+    if not isinstance(near.kernel, type(kernel)):
+        raise ValueError(
+            "`near` should be an operator of a Gaussian kernel at the same points; got one of a "
+            f"{type(near.kernel).__name__}."
+        )
+    if near.kernel.sigma.ndim == 0:  # with content: the points of its kernel are lifted, and do not tell
+        shape = (*cloud.shape[:-2], heads, *cloud.shape[-2:-1] * 2)
+        if tuple(near.shape) != shape:
+            raise ValueError(
+                f"`near` should be an operator of bandwidths (H,), or of content with the shape {shape} of this layer, "
+                f"as its heads are taken over one by one; got one of shape {tuple(near.shape)}."
+            )
+    elif not torch.equal(cloud.detach().to(near.kernel.points.dtype), near.kernel.points.detach()):
         raise ValueError("`near` should be an operator of a Gaussian kernel at the same points; these are others.")
-    return other
+    return near.kernel
 
 
 def with_gradients(kernel: Any, kind: type, normalization: str) -> Any:
