@@ -276,16 +276,25 @@ class _Extension(_Operator):
         return torch.exp(lse)[..., None].to(out.dtype) * out
 
 
-def _in_one_step(kernel: Kernel, mass: Tensor, left: Tensor, right: Tensor, normalization: str) -> SinkhornResult:
-    """A normalization that does not iterate, and the mass-weighted mean of |Q1 − 1| that it leaves."""
+def _in_one_step(
+    kernel: Kernel, mass: Tensor, left: Tensor, right: Tensor, normalization: str, value: Tensor | None
+) -> SinkhornResult:
+    """A normalization that does not iterate, with Q applied to values, if any, and the error |Q1 − 1| that it leaves.
+
+    The pass that applies Q measures the error too; without values it takes one of its own, except for "row", whose rows
+    have been divided by their own sums.
+    """
     batch, total = kernel.shape[:-2], kernel.ranks.total
-    error = torch.zeros(batch, dtype=kernel.dtype, device=kernel.device)
-    if normalization != "row":  # whose rows have been divided by their own sums
-        with torch.no_grad():
-            lse = kernel.attend(right + log_of_mass(mass)).lse
-            error = total(mass / total(mass)[..., None] * torch.expm1(left + lse).abs())
+    error, out = torch.zeros(batch, dtype=kernel.dtype, device=kernel.device), None
+    if value is not None or normalization != "row":
+        with torch.set_grad_enabled(torch.is_grad_enabled() and value is not None):
+            mean, lse = kernel.attend(right + log_of_mass(mass), value)
+            out = None if mean is None else torch.exp(left + lse)[..., None].to(mean.dtype) * mean
+        if normalization != "row":
+            share = (mass / total(mass)[..., None]).detach()
+            error = total(share * torch.expm1((left + lse).detach()).abs())
     count = torch.full(batch, int(normalization != "none"), device=kernel.device)
-    return SinkhornResult(left, error, count, torch.ones_like(count, dtype=torch.bool))
+    return SinkhornResult(left, error, count, torch.ones_like(count, dtype=torch.bool), out=out)
 
 
 @eager
@@ -347,10 +356,8 @@ def diffusion(
         if normalization != "none":
             left = -k.attend(zero + log_of_mass(mass)).lse
             left, right = (left, zero) if normalization == "row" else (0.5 * left, 0.5 * left)
-        result = _in_one_step(k, mass, left, right, normalization)
+        result = _in_one_step(k, mass, left, right, normalization, columns)
     q = Diffusion(k, mass, left, right, normalization=normalization, result=result, is_numpy=is_numpy)
-    if value is not None and columns is not None:
-        out = q._apply(columns) if result.out is None else result.out
-        out = out[..., 0] if value.ndim == 1 else out
-        q.applied = _as_given(out, signal)
+    if value is not None and result.out is not None:
+        q.applied = _as_given(result.out[..., 0] if value.ndim == 1 else result.out, signal)
     return q
