@@ -50,13 +50,12 @@ def main():
     say(f"{options.points:,} points on {size} ranks, {len(index):,} on this one")
 
     kernel = ShardedGaussian(mine, options.sigma)
-    method = kernel.method  # chosen by all ranks together, so all of them ask
     options.folder.mkdir(exist_ok=True)
     file = options.folder / f"{options.points}-{options.sigma:g}-{rank}-of-{size}.pt"
     saved = torch.load(file) if file.exists() else None
     q = qattn.diffusion(kernel, init=None if saved is None else saved.to(device))
     torch.save(q.potential.cpu(), file)
-    say(f"method {method}: {int(q.num_iter)} passes to a mean |Q1 − 1| of {float(q.marginal_error):.1e}")
+    say(f"method {kernel.method}: {int(q.num_iter)} passes to a mean |Q1 − 1| of {float(q.marginal_error):.1e}")
 
     nose = torch.zeros(len(mine), 1, device=device)
     nose[index.to(device) == int(points[:, 0].argmax())] = 1.0  # on one rank only

@@ -5,8 +5,8 @@ r"""Lifted embeddings: Gaussian scores as dot products, for attention kernels th
 
 The terms on the right are as large as ‖q‖² and cancel, so a lift needs care: the cloud is centred first, its rounding
 is estimated (`Extent.rounding`), and for 16-bit kernels each coordinate is split into 16-bit parts whose products lie
-side by side as further coordinates, which makes a float16 or bfloat16 kernel with float32 accumulators as exact as a
-float32 one.
+side by side as further coordinates, which makes a float16 or bfloat16 kernel with float32 accumulators about as exact
+as a float32 one.
 """
 
 from typing import NamedTuple
@@ -38,7 +38,6 @@ _PRODUCTS = {
 }
 _BIAS_PARTS = 3  # b − ½‖k‖² is the largest coordinate
 _FLOAT16_RANGE = 3e4  # half the largest float16: keeps absent keys far below present ones
-_UNIT = {torch.float64: 2.0**-53, torch.float32: 2.0**-24}
 
 
 class Extent(NamedTuple):
@@ -53,9 +52,9 @@ class Extent(NamedTuple):
         """A bound on every term that cancels in a lifted score: ½(‖q‖ + ‖k‖)² + |b|."""
         return 0.5 * (self.query + self.key) ** 2 + self.bias
 
-    def rounding(self, dtype: torch.dtype) -> float:
-        """Estimated error of lse when lifted scores are accumulated in `dtype`."""
-        return _UNIT[dtype] * self.largest
+    def rounding(self, unit: float) -> float:
+        """Estimated error of lse, u · (½(‖q‖ + ‖k‖)² + |b|), by a kernel whose scores have the unit roundoff u."""
+        return unit * self.largest
 
 
 class Lifted(NamedTuple):

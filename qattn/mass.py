@@ -104,8 +104,8 @@ def density(points_or_kernel: Any, sigma: Any = None, **kernel: Any) -> Any:
     """
     k: Kernel = _checks.kernel_of(points_or_kernel, sigma, kernel, Kernel, GaussianKernel)
     lse = k.attend(torch.zeros(k.shape[:-2] + k.shape[-1:], dtype=k.dtype, device=k.device)).lse
-    _checks.positive_rows(lse)
-    mass = torch.softmax(-lse, dim=-1)
+    _checks.positive_rows(lse, k.ranks)
+    mass = torch.exp(-lse - k.ranks.log_sum(torch.logsumexp(-lse, dim=-1))[..., None])
     return mass if isinstance(points_or_kernel, (Kernel, Tensor)) else mass.numpy(force=True)
 
 

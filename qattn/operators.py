@@ -24,7 +24,7 @@ from qattn._progress import Progress
 from qattn.kernels import GaussianKernel, Kernel, PointKernel
 from qattn.kernels.base import GaussianPoints
 from qattn.ranks import Ranks
-from qattn.solver import SinkhornResult, apply, apply_transpose, log_of_mass, sinkhorn
+from qattn.solver import SinkhornResult, apply, apply_transpose, check_options, log_of_mass, shares, sinkhorn
 
 __all__ = ["NORMALIZATIONS", "Diffusion", "diffusion"]
 
@@ -84,7 +84,7 @@ class Diffusion(_Operator):
         right: Tensor,
         *,
         normalization: str,
-        result: SinkhornResult | None,
+        result: SinkhornResult,
         is_numpy: bool,
         keeps_constants: bool,
     ) -> None:
@@ -116,12 +116,7 @@ class Diffusion(_Operator):
 
     @property
     def _error(self) -> Tensor:
-        if self._result is not None:
-            return self._result.marginal_error
-        with torch.no_grad():
-            lse = self.kernel.attend(self._right + log_of_mass(self._mass)).lse
-            total = self.kernel.ranks.total
-            return total(self._mass / total(self._mass)[..., None] * torch.expm1(self._left + lse).abs())
+        return self._result.marginal_error
 
     @property
     def marginal_error(self) -> Any:
@@ -135,15 +130,11 @@ class Diffusion(_Operator):
     @property
     def num_iter(self) -> Any:
         """Kernel passes that normalising took, shape (*batch,); 0 for "none" and 1 for the one-step normalisations."""
-        if self._result is None:
-            return self._given(torch.full(self._shape[:-2], int(self.normalization != "none"), device=self._device))
         return self._given(self._result.num_iter)
 
     @property
     def converged(self) -> Any:
         """Whether the tolerance was met, shape (*batch,); true of normalisations that do not iterate."""
-        if self._result is None:
-            return self._given(torch.ones(self._shape[:-2], dtype=torch.bool, device=self._device))
         return self._given(self._result.converged)
 
     @property
@@ -153,6 +144,7 @@ class Diffusion(_Operator):
 
     def power(self, t: float, signal: Any, *, spectrum: Any = None) -> Any:
         """Q^t applied to a signal, for an integer t ≥ 0; any real t ≥ 0 within the modes of a `qattn.Spectrum`."""
+        self._ranks.agree("power", self._device, {"`t`": t})
         whole = _checks.whole_part(t, spectrum)
         if whole != t:
             signal = spectrum.power(t - whole, signal)
@@ -163,8 +155,10 @@ class Diffusion(_Operator):
         return signal
 
     @eager
-    def value_and_gradient(self, signal: Tensor) -> tuple[Tensor, Tensor]:
+    def value_and_gradient(self, signal: Any) -> tuple[Any, Any]:
         r"""Qf, shape (*batch, N, C), and its gradient in space, exact and from one pass, shape (*batch, N, C, d).
+
+        A signal (N,) gives (*batch, N) and (*batch, N, d); arrays come back as arrays.
 
         For a Gaussian kernel and rows that sum to one, Qf extends to a smooth function of space, and
 
@@ -173,7 +167,8 @@ class Diffusion(_Operator):
         the covariance of signal and position within each row. Of a DTensor, these are this rank's parts of both.
         """
         kernel = _checks.with_gradients(self.kernel, GaussianPoints, self.normalization)
-        f = _checks.signal(signal, self._shape, self._device, self._ranks)
+        given = _checks.signal(signal, self._shape, self._device, self._ranks)
+        f = given[:, None] if given.ndim == 1 else given
         f, dtype = f.expand(*broadcast_shapes(f.shape[:-2], self._shape[:-2]), *f.shape[-2:]), f.dtype
         bias = self._right + log_of_mass(self._mass)
         has_mass = (bias > -torch.inf)[..., None]
@@ -196,8 +191,13 @@ class Diffusion(_Operator):
         mean_f, mean_fx, mean_x = mean.split([C, C * d, d], dim=-1)
         covariance = mean_fx.unflatten(-1, (C, d)) - mean_f[..., None] * mean_x[..., None, :]
         factor = torch.where(has_mass, torch.exp(self._left + lse)[..., None], 1)
-        value = factor * mean_f + factor.detach() * constant
-        return value.to(dtype), (covariance / sigma[..., None] ** 2).to(dtype)
+        value = (factor * mean_f + factor.detach() * constant).to(dtype)
+        gradient = (covariance / sigma[..., None] ** 2).to(dtype)
+        if given.ndim == 1:
+            value, gradient = value[..., 0], gradient[..., 0, :]
+        if isinstance(signal, Tensor):
+            return value, gradient
+        return value.numpy(force=True), gradient.numpy(force=True)
 
     def extend(self, points: Any) -> "_Extension":
         """The same diffusion evaluated at other points (*batch, N', d): an operator of shape (*batch, N', N).
@@ -236,7 +236,7 @@ class Diffusion(_Operator):
         """The operator on another device or in another dtype, as `Tensor.to` has it; without what was `applied`."""
         mass, left, right = (tensor.to(*args, **kwargs) for tensor in (self._mass, self._left, self._right))
         kernel = self.kernel.replace(*(tensor.to(*args, **kwargs) for tensor in self.kernel.tensors))
-        result = None if self._result is None else self._result.to(kernel.device)
+        result = self._result.to(kernel.device)
         return Diffusion(
             kernel,
             mass,
@@ -299,6 +299,18 @@ class _Extension(_Operator):
         return torch.exp(lse)[..., None].to(out.dtype) * out
 
 
+def _in_one_step(kernel: Kernel, mass: Tensor, left: Tensor, right: Tensor, normalization: str) -> SinkhornResult:
+    """A normalization that does not iterate, and the mass-weighted mean of |Q1 − 1| that it leaves."""
+    batch = kernel.shape[:-2]
+    error = torch.zeros(batch, dtype=kernel.dtype, device=kernel.device)
+    if normalization != "row":  # whose rows have been divided by their own sums
+        with torch.no_grad():
+            lse = kernel.attend(right + log_of_mass(mass)).lse
+            error = kernel.ranks.total(shares(mass, kernel.ranks) * torch.expm1(left + lse).abs())
+    count = torch.full(batch, int(normalization != "none"), device=kernel.device)
+    return SinkhornResult(left, error, count, torch.ones_like(count, dtype=torch.bool))
+
+
 @eager
 def diffusion(
     points_or_kernel: Any,
@@ -336,26 +348,29 @@ def diffusion(
         >>> bool(q.marginal_error < 1e-3)
         True
     """
-    _checks.one_of("normalization", normalization, NORMALIZATIONS)
     is_numpy = not isinstance(points_or_kernel, (Kernel, Tensor))
     _checks.not_negative("tol", tol)
     gaussian = partial(GaussianKernel, tol=min(10 * tol, _KERNEL_TOL) or _KERNEL_TOL)
     k: Kernel = _checks.kernel_of(points_or_kernel, sigma, kernel, Kernel, gaussian)
+    solving: dict[str, Any] = {"tol": tol, "max_iter": max_iter, "adjoint": adjoint, "iteration": iteration}
+    asked = {f"`{name}`": value for name, value in solving.items()} | {"`normalization`": normalization}
+    asked |= {"The shape of `mass`": _checks.kind_of_rows(mass, -1), "Whether there is `init`": init is not None}
+    k.ranks.agree("diffusion", k.device, asked | {"Whether there is a `signal`": signal is not None})
+    _checks.one_of("normalization", normalization, NORMALIZATIONS)
+    check_options(**solving)
     mass = _checks.mass(k.mass if mass is None else mass, k)
     value = None if signal is None else _checks.signal(signal, k.shape, k.device, k.ranks)
     columns = value[:, None] if value is not None and value.ndim == 1 else value
     zero = torch.zeros(k.shape[:-1], dtype=k.dtype, device=k.device)
-    result = None
     if normalization == "sinkhorn":
-        result = sinkhorn(
-            k, mass, tol=tol, max_iter=max_iter, init=init, adjoint=adjoint, iteration=iteration, value=columns
-        )
+        result = sinkhorn(k, mass, init=init, value=columns, **solving)
         left = right = result.potential
-    elif normalization == "none":
-        left = right = zero
     else:
-        left = -k.attend(zero + log_of_mass(mass)).lse
-        left, right = (left, zero) if normalization == "row" else (0.5 * left, 0.5 * left)
+        left = right = zero
+        if normalization != "none":
+            left = -k.attend(zero + log_of_mass(mass)).lse
+            left, right = (left, zero) if normalization == "row" else (0.5 * left, 0.5 * left)
+        result = _in_one_step(k, mass, left, right, normalization)
     # With a detached potential, rows sum to one and yet have a derivative.
     keeps_constants = normalization == "row" or (normalization == "sinkhorn" and adjoint != "detach")
     q = Diffusion(
@@ -369,7 +384,6 @@ def diffusion(
         keeps_constants=keeps_constants,
     )
     if value is not None and columns is not None:
-        out = q._apply(columns) if result is None or result.out is None else result.out
-        out = out[..., 0] if value.ndim == 1 else out
-        q.applied = _as_given(out, signal)
+        out = q._apply(columns) if result.out is None else result.out
+        q.applied = _as_given(out[..., 0] if value.ndim == 1 else out, signal)
     return q

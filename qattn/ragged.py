@@ -4,6 +4,8 @@ Packed batches come with `offset`, where each cloud ends (Pointcept: no leading 
 of the cloud of each point (PyG). Zero mass is all that padding needs: such a point influences nothing.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,13 +14,13 @@ from qattn import _checks
 __all__ = ["to_packed", "to_padded"]
 
 
-def to_padded(packed: Tensor, *, offset: Tensor | None = None, batch: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def to_padded(packed: Tensor, *, offset: Any = None, batch: Any = None) -> tuple[Tensor, Tensor]:
     """Packed rows (T, …) as a padded batch (B, N, …), N the largest cloud, and which rows are present (B, N).
 
     Args:
         packed: Points, features or masses of all clouds, one after the other.
-        offset: Where each cloud ends, shape (B,), as Pointcept has it.
-        batch: The cloud of each row, shape (T,), sorted, as PyG has it.
+        offset: Where each cloud ends, shape (B,), as Pointcept has it: a tensor, an array or a list.
+        batch: The cloud of each row, shape (T,), sorted, as PyG has it: a tensor, an array or a list.
 
     Example:
         >>> padded, present = to_padded(torch.arange(5.0), offset=torch.tensor([2, 5]))

@@ -5,6 +5,7 @@ Solvers ask this for the few numbers that are of all sites together. Everything 
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -41,6 +42,16 @@ class Ranks(ABC):
     @abstractmethod
     def joined(self, x: Tensor) -> list[Tensor]:
         """The tensors x of all ranks, (n, …) with a length of their own each, without gradient."""
+
+    @abstractmethod
+    def agree(self, call: str, device: torch.device, options: Mapping[str, object]) -> None:
+        """Raises on all ranks if they differ in the function that they call, or in its options.
+
+        Args:
+            call: The name of the function.
+            device: Where the ranks can exchange messages.
+            options: Up to 15 options by the names that a message gives them; compared by `repr`.
+        """
 
     def first(self, x: Tensor) -> Tensor:
         """What the first rank has, without gradient: for what others compute alike, but for rounding."""
@@ -98,6 +109,9 @@ class _Alone(Ranks):
 
     def joined(self, x: Tensor) -> list[Tensor]:
         return [x.detach()]
+
+    def agree(self, call: str, device: torch.device, options: Mapping[str, object]) -> None:
+        pass
 
 
 ALONE = _Alone()

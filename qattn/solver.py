@@ -13,7 +13,6 @@ The same iteration solves the linear systems of the implicit adjoint. For a cota
 All products are attends, so gradients need no kernel of their own, and the solves are differentiable again.
 """
 
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +22,7 @@ from torch import Tensor
 from qattn import _checks
 from qattn._eager import eager
 from qattn._progress import Progress
+from qattn._warning import warn_caller
 from qattn.attended import sized
 from qattn.kernels.base import Kernel
 from qattn.pullback import vector_jacobian
@@ -102,6 +102,14 @@ def shares(mass: Tensor, ranks: Ranks) -> Tensor:
     return part / ranks.total(part)[..., None]
 
 
+def check_options(tol: float, max_iter: int, adjoint: str, iteration: str) -> None:
+    """Checks how a normalization is to be solved for, and differentiated."""
+    _checks.not_negative("tol", tol)
+    _checks.integer("max_iter", max_iter, 1)
+    _checks.one_of("adjoint", adjoint, ADJOINTS)
+    _checks.one_of("iteration", iteration, ITERATIONS)
+
+
 @eager
 def sinkhorn(
     kernel: Kernel,
@@ -137,10 +145,10 @@ def sinkhorn(
         >>> bool(result.converged), int(result.num_iter)
         (True, 5)
     """
-    _checks.not_negative("tol", tol)
-    _checks.integer("max_iter", max_iter, 1)
-    _checks.one_of("adjoint", adjoint, ADJOINTS)
-    _checks.one_of("iteration", iteration, ITERATIONS)
+    asked = {"`tol`": tol, "`max_iter`": max_iter, "`adjoint`": adjoint, "`iteration`": iteration}
+    asked |= {"The shape of `mass`": _checks.kind_of_rows(mass, -1), "Whether there is `init`": init is not None}
+    kernel.ranks.agree("sinkhorn", kernel.device, asked | {"The shape of `value`": _checks.kind_of_rows(value, -2)})
+    check_options(tol, max_iter, adjoint, iteration)
     mass = _checks.mass(kernel.mass if mass is None else mass, kernel)
     log_mass = log_of_mass(mass)
     start = None if init is None else _checks.potential(init, kernel)
@@ -152,10 +160,9 @@ def sinkhorn(
         result = _iterate(kernel, mass, log_mass, start, tol, max_iter, iteration, None if needs_gradient else value)
     if tol > 0 and not result.converged.all():
         worst = float(result.marginal_error[~result.converged].amax())
-        warnings.warn(
+        warn_caller(
             f"Sinkhorn stopped after {max_iter} passes with a mean |Q1 − 1| of {worst:.1e}, above tol = {tol:.1e}. "
-            "Raise `max_iter` or `tol`, or use float64.",
-            stacklevel=3,  # past `eager`
+            "Raise `max_iter` or `tol`, or use float64."
         )
     potential, out = result.potential, result.out
     if adjoint == "implicit" and needs_gradient:
@@ -317,11 +324,10 @@ class _Solve(torch.autograd.Function):
             gap = kernel.ranks.largest(residual.abs()).amax()
             if not gap > goal:
                 return x
-        warnings.warn(
+        warn_caller(
             f"The gradient through the potential is inexact: after {_MOST_STEPS} steps, (I + Q)ᵀu = g has a residual "
             f"of {float(gap / largest):.1e} of g. Is the kernel positive semidefinite? `kernel.smallest_eigenvalue()` "
-            'tells; `adjoint="unroll"` needs no such solve.',
-            stacklevel=2,
+            'tells; `adjoint="unroll"` needs no such solve.'
         )
         return x
 

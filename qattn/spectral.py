@@ -208,6 +208,8 @@ def eigsh(
     """
     if len(q.shape) > 2:
         raise ValueError(f"`eigsh` takes one cloud with one bandwidth; this operator has shape {tuple(q.shape)}.")
+    asked = {"`k`": k, "`tol`": tol, "`max_iter`": max_iter, "Whether there is `init`": init is not None}
+    q.kernel.ranks.agree("eigsh", q.kernel.device, asked)
     _checks.positive("`tol`", tol)
     _checks.integer("max_iter", max_iter, 1)
     N = _count(q)

@@ -111,7 +111,7 @@ def near_and_far(method):
     for index in shares(N):
         kernel = ShardedGaussian(points[index], sigma, method=method, tol=tol)
         out, lse = kernel.attend(bias[index], signal[index])
-        counts = (mass[index] > 0) | (method != "fourier")  # whose error is absolute, and not checked elsewhere
+        counts = (index > 0) | (method != "fourier")  # whose error is absolute, so that it loses the one far from all
         torch.testing.assert_close(lse[counts], expected.lse[index][counts], rtol=0, atol=tol)
         torch.testing.assert_close(out[counts], expected.out[index][counts], rtol=0, atol=6 * tol)
     if method == "tiles":
@@ -273,9 +273,12 @@ def choices(_):
     points = cloud(12_000)[0].float()
     for index in shares(len(points)):
         kernel = ShardedGaussian(points[index], [0.02, 0.8])
-        assert kernel.method == ("tiles", "fourier")
-        assert ShardedGaussian(points[index][:30], 0.1).method == "exact"
+        few = ShardedGaussian(points[index][:30], 0.1)
+        assert kernel.method == ("auto", "auto")  # still to be chosen
         q = qattn.diffusion(kernel, signal=points[index])
+        assert kernel.method == ("tiles", "fourier")
+        qattn.diffusion(few)
+        assert few.method == "exact"
         assert bool(q.converged.all())
         assert float(q.error().amax()) <= 1e-3
         assert q.applied.shape == (2, len(index), 3)
@@ -368,6 +371,89 @@ def refusals(_):
     close(sums @ points, q @ points, 1e-2)
 
 
+def masses_by_density(method):
+    """Masses of all ranks together sum to 1, and are those of one process; also their gradients."""
+    points, _, weights = cloud()
+    whole = points.clone().requires_grad_()
+    expected = qattn.mass.density(qattn.GaussianKernel(whole, [SIGMA, 1.0], method="exact"))
+    (expected @ weights).square().sum().backward()
+    for index in shares(len(points)):
+        own = points[index].requires_grad_()
+        found = qattn.mass.density(ShardedGaussian(own, [SIGMA, 1.0], method=method, tol=TOL[method]))
+        close(found, expected[:, index].detach(), 10 * TOL[method])
+        Group().sum(found @ weights[index]).square().sum().div(dist.get_world_size()).backward()
+        close(own.grad, whole.grad[index], 1e-6)
+
+
+def disagreements(_):
+    """Options that differ by rank are named on all ranks, with the ranks that have them; and all go on after that."""
+    rank, points = dist.get_rank(), cloud(60)[0].float()
+    x = points[shard(points)]
+    odd = rank == 1  # a rank that differs
+    others = ", ".join(str(r) for r in range(dist.get_world_size()) if r != 1)
+
+    def says(call, *parts):
+        message = refusal(call)
+        for part in parts:
+            assert part in message, message
+        assert f"on rank{'s' * (len(others) > 1)} {others} and" in message, message
+        assert "on rank 1." in message, message
+
+    makes = {"sigma": (1.0, 2.0), "method": ("exact", "tiles"), "tol": (1e-3, 1e-4), "backend": ("auto", "sdpa")}
+    for name, values in makes.items():
+        options = {"sigma": 1.0} | {name: values[odd]}
+        says(lambda o=options: ShardedGaussian(x, **o), f"`{name}` should be the same on all ranks", repr(values[1]))
+    both = {"method": ("exact", "tiles")[odd], "tol": (1e-3, 1e-4)[odd]}
+    says(lambda: ShardedGaussian(x, 1.0, **both), "`method` should be the same", "`tol` should be the same")
+    says(lambda: ShardedGaussian(x.double() if odd else x, 1.0), "dtype of `points`", "torch.float64 on rank 1")
+    says(lambda: ShardedGaussian(x.clone().requires_grad_(odd), 1.0), "shape of `points`", "(n, 3), with gradient")
+    kernel = ShardedGaussian(x, 1.0)
+    operator = {
+        "tol": (1e-3, 1e-5),
+        "max_iter": (50, 9),
+        "normalization": ("sinkhorn", "row"),
+        "adjoint": ("implicit", "detach"),
+        "iteration": ("chebyshev", "plain"),
+    }
+    for name, values in operator.items():
+        says(lambda o={name: values[odd]}: qattn.diffusion(kernel, **o), f"`{name}` should be the same on all ranks")
+    for name, values in {"tol": (1e-3, 1e-5), "max_iter": (50, 9), "iteration": ("chebyshev", "plain")}.items():
+        says(lambda o={name: values[odd]}: qattn.sinkhorn(kernel, **o), f"`{name}` should be the same on all ranks")
+    one = torch.ones(len(x))
+    says(lambda: qattn.diffusion(kernel, mass=one if odd else None), "The shape of `mass`", "None")
+    says(lambda: qattn.diffusion(kernel, signal=one if odd else None), "Whether there is a `signal`", "True on rank 1")
+    q = qattn.diffusion(kernel)
+    says(lambda: q @ x[:, : 2 + odd], "The shape of `signal`", "(n, 2)", "(n, 3)")
+    says(lambda: q @ (x.double() if odd else x), "The dtype of `signal`")
+    says(lambda: q.T @ x.clone().requires_grad_(odd), "The shape of `signal`", "with gradient")
+    says(lambda: q.value_and_gradient(x[:, : 1 + odd]), "The shape of `signal`")
+    says(lambda: q.power(1 + odd, x), "`t` should be the same")
+    says(lambda: q.extend(x[:, : 3 - odd]), "The shape of `points`")
+    says(lambda: qattn.eigsh(q, 3 + odd), "`k` should be the same")
+    says(lambda: q @ x if odd else qattn.sinkhorn(kernel), "the same functions in the same order; got `sinkhorn`")
+    close(q @ torch.ones(len(x)), torch.ones(len(x)), 1e-2)
+
+
+def looks(method):
+    """Properties and printing need no other rank: one of them may look, and all go on in step."""
+    points, mass, signal = cloud()
+    index = shard(points)
+    group = dist.new_group(timeout=datetime.timedelta(seconds=30))
+    kernel = ShardedGaussian(points[index], [SIGMA, 1.0], group=group, method=method)
+    for name in ("sinkhorn", "row", "symmetric", "none"):
+        q = qattn.diffusion(kernel, mass=mass[index], normalization=name)
+        fresh = ShardedGaussian(points[index], SIGMA, group=group, method=method)
+        if dist.get_rank() == 0:
+            assert fresh.method == method
+            assert f"method={method!r}" in repr(fresh)
+            assert kernel.method == ("exact" if method == "auto" else method,) * 2
+            assert "marginal_error=" in f"{q} {q!r}"
+            assert q.marginal_error.shape == q.num_iter.shape == q.converged.shape == (2,)
+            assert q.mass.shape == (len(index),)
+            assert str(kernel.mass.device) == "cpu"
+        assert (q @ signal[index]).shape == (2, len(index), 2)
+
+
 def killed(method):
     """Saves a potential, and goes on solving until rank 1 is killed, or stopped, in the middle of it.
 
@@ -413,6 +499,9 @@ CHECKS = {
             dtensors,
             choices,
             refusals,
+            masses_by_density,
+            disagreements,
+            looks,
         ),
         *(networks, compiled_in_bfloat16, fully_sharded),
         *(killed, restarted),

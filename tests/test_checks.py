@@ -78,6 +78,15 @@ KERNEL = GaussianKernel(POINTS, 1.0)
         (lambda: diffusion(POINTS, 1.0, normalization="typo"), "`normalization` should be 'sinkhorn' or 'row' or"),
         (lambda: diffusion(POINTS, 1.0, adjoint="typo"), "`adjoint` should be 'implicit' or 'unroll' or 'detach'"),
         (lambda: diffusion(POINTS, 1.0, iteration="typo"), "`iteration` should be 'chebyshev' or 'plain'"),
+        *(
+            (lambda n=name: diffusion(POINTS, 1.0, normalization=n, adjoint="typo"), "`adjoint` should be 'implicit'")
+            for name in ("row", "symmetric", "none")
+        ),
+        (lambda: diffusion(POINTS, 1.0, normalization="row", iteration="typo"), "`iteration` should be 'chebyshev'"),
+        (
+            lambda: diffusion(POINTS, 1.0, normalization="row", max_iter=-3),
+            "`max_iter` should be .* at least 1; got -3",
+        ),
         (lambda: diffusion(POINTS, 1.0, tol=-1), "`tol` should be 0 or more, and finite; got -1"),
         (lambda: diffusion(POINTS, 1.0, max_iter=0), "`max_iter` should be an integer of at least 1; got 0"),
         (lambda: diffusion(POINTS, 1.0, -torch.ones(10)), "`mass` should not be negative; 10 of its 10 numbers are"),
@@ -148,6 +157,9 @@ def test_what_is_not_wrong():
     """Integers, duplicates, one point, masses that do not sum to one."""
     assert (diffusion(torch.ones(5, 2, dtype=torch.int64), 1) @ torch.arange(5)).isfinite().all()
     assert diffusion([[0.0]], 1.0, [7.0]).converged
+    q, is_right = diffusion(POINTS, 1.0), POINTS[:, 0] > 0
+    torch.testing.assert_close(q @ is_right, q @ is_right.float(), rtol=0, atol=0)
+    np.testing.assert_array_equal(q @ is_right.numpy(), (q @ is_right).numpy())
     array = np.random.default_rng(0).standard_normal((20, 3))[::-2]  # negative strides, and not writable
     array.flags.writeable = False
     assert diffusion(array, 1.0).converged

@@ -283,6 +283,28 @@ def test_what_it_prints():
     assert "marginal_error=" in text
 
 
+@pytest.mark.parametrize("normalization", ["sinkhorn", "row", "symmetric", "none"])
+def test_looking_computes_nothing(normalization, monkeypatch):
+    points, mass = torch.randn(40, 3).double(), torch.rand(40).double()
+    q = diffusion(points, 0.5, mass, normalization=normalization)
+    expected = (q.to_dense().sum(-1) - 1).abs() @ mass / mass.sum()
+    monkeypatch.setattr(GaussianKernel, "attend", lambda *_: pytest.fail("a pass of the kernel"))
+    torch.testing.assert_close(q.marginal_error, expected)
+    assert f"marginal_error={float(q.marginal_error):.1e}" in repr(q)
+    assert q.to("cpu").marginal_error == q.for_channels(3).marginal_error == q.marginal_error
+
+
+@pytest.mark.parametrize(("normalization", "passes"), [("row", 2), ("symmetric", 2), ("none", 1)])
+def test_errors_of_one_step_cost_no_pass_beside_the_signal(normalization, passes, monkeypatch):
+    calls, attend = [], GaussianKernel.attend
+    monkeypatch.setattr(GaussianKernel, "attend", lambda *given: calls.append(given) or attend(*given))
+    points, mass = torch.randn(40, 3).double(), torch.rand(40).double()
+    q = diffusion(points, 0.5, mass, normalization=normalization, signal=points)
+    assert len(calls) == passes
+    torch.testing.assert_close(q.applied, q.to_dense() @ points)
+    torch.testing.assert_close(q.marginal_error, (q.to_dense().sum(-1) - 1).abs() @ mass / mass.sum())
+
+
 @pytest.mark.parametrize("adjoint", ["implicit", "unroll"])
 def test_gradients_through_the_operator(adjoint):
     points = torch.randn(5, 2, dtype=torch.float64, requires_grad=True)

@@ -44,14 +44,14 @@ def test_two_ranks_are_one_process():
     """Attention, operators, gradients, spectra, networks; one start of processes for all, which is what takes time."""
     checks = "same_as_one", "near_and_far", "batches_and_heads", "gradients"
     others = "spectra:exact", "spectra:tiles", "compacted:tiles", "dtensors:tiles", "choices:auto"
+    others += "masses_by_density:exact", "masses_by_density:tiles", "disagreements:auto", "looks:auto", "looks:tiles"
     layers = "refusals:auto", "networks:exact", "compiled_in_bfloat16:exact", "fully_sharded:exact"
     on_ranks(2, *(f"{check}:{method}" for check in checks for method in METHODS), *others, *layers)
 
 
 def test_four_ranks_are_one_process():
-    on_ranks(
-        4, *(f"same_as_one:{method}" for method in METHODS), "gradients:exact", "compacted:tiles", "subgroups:tiles"
-    )
+    others = "gradients:exact", "compacted:tiles", "subgroups:tiles", "disagreements:auto", "masses_by_density:exact"
+    on_ranks(4, *(f"same_as_one:{method}" for method in METHODS), *others)
 
 
 @pytest.mark.parametrize(("number", "size"), [(signal.SIGKILL, 3), (signal.SIGSTOP, 2)], ids=["killed", "stalled"])

@@ -6,6 +6,9 @@ from cases import CASES, DTYPES, ball, dense, make, sphere
 
 from qattn import GaussianKernel, attend, diffusion
 from qattn.attention.dispatch import BACKENDS
+from qattn.attention.dot_product import DotProductBackend
+from qattn.attention.inputs import Inputs
+from qattn.attention.score import gaussian
 
 pytestmark = pytest.mark.gpu
 CUDA = [name for name in BACKENDS if name != "native"]
@@ -42,10 +45,15 @@ def test_float32_points_with_float16_values(backend):
 
 
 @pytest.mark.parametrize("backend", CUDA)
-@pytest.mark.parametrize(("sigma", "bound"), [(0.05, 1e-4), (0.02, 1e-3)])
-def test_lse_of_small_bandwidths(backend, sigma, bound):
+@pytest.mark.parametrize("sigma", [0.2, 0.1, 0.05, 0.02])
+def test_lse_of_small_bandwidths(backend, sigma):
+    """Within what the backend estimates, which is what decides whether it may serve; 1e-4 where nothing cancels."""
     points = (ball(2000) / sigma).float().cuda()
-    _, lse = attend_or_skip(backend, query=points, key=points)
+    _, lse = attend_or_skip(backend, query=points, key=points, tol=1e-2)
+    bound = 1e-4
+    if isinstance(kernel := BACKENDS[backend], DotProductBackend):
+        inputs = Inputs(points[None], points[None], None, None, gaussian, 1e-2, torch.Size(()))
+        bound = inputs.extent.rounding(kernel.unit_roundoff(inputs))
     torch.testing.assert_close(lse.double(), dense(points, points)[1], rtol=0, atol=bound)
 
 
@@ -56,8 +64,9 @@ def test_absent_keys(backend):
     arguments["bias"][1] = -torch.inf
     out, lse = attend_or_skip(backend, **arguments)
     expected_out, expected_lse = dense(**arguments)
-    torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=1e-4)
-    torch.testing.assert_close(out.double(), expected_out, rtol=0, atol=3e-4)
+    tolerance = BACKENDS[backend].tolerance[torch.float32]
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=tolerance)
+    torch.testing.assert_close(out.double(), expected_out, rtol=0, atol=3 * tolerance)
 
 
 @pytest.mark.parametrize("backend", CUDA)

@@ -8,7 +8,7 @@ import torch
 from cases import ball, sphere
 from torch.autograd import gradcheck, gradgradcheck
 
-from qattn import GaussianKernel, MatrixKernel, diffusion, sinkhorn
+from qattn import GaussianKernel, MatrixKernel, diffusion, nn, sinkhorn
 
 
 def marginal(kernel, mass, potential):
@@ -72,6 +72,24 @@ def test_history_and_warm_start():
     near = sinkhorn(GaussianKernel(kernel.points, 0.202), tol=1e-6, init=result.potential)
     assert near.num_iter < result.num_iter
     assert sinkhorn(kernel).history is None
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda points: sinkhorn(GaussianKernel(points, 0.3), tol=1e-9, max_iter=3),
+        lambda points: diffusion(points, 0.3, tol=1e-9, max_iter=3),
+        lambda points: nn.QDiffusion(1, sigma=(0.3, 0.3), tol=1e-9, max_iter=3)(points[None], points),
+        lambda points: nn.QBlock(3, 1, sigma=(0.3, 0.3), tol=1e-9, max_iter=3)(points, points),
+    ],
+    ids=["sinkhorn", "diffusion", "layer", "block"],
+)
+def test_the_warning_points_at_the_caller(call):
+    with pytest.warns(UserWarning, match="Sinkhorn stopped") as record:
+        call(torch.rand(50, 3))
+    [warning] = record
+    assert warning.filename == __file__
+    assert warning.lineno == call.__code__.co_firstlineno
 
 
 def test_a_missed_tolerance_warns_and_shows():

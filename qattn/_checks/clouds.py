@@ -13,6 +13,7 @@ __all__ = [
     "bandwidth",
     "counts_of_clouds",
     "mesh",
+    "no_empty_clouds",
     "one_bandwidth",
     "one_cloud",
     "one_shape",
@@ -109,12 +110,13 @@ def shares(name: str, numbers: Any, cloud: Tensor) -> Tensor:
     return (tensor / tensor.sum(-1, keepdim=True)).expand(shape)
 
 
-def counts_of_clouds(packed: Tensor, offset: Tensor | None, batch: Tensor | None) -> Tensor:
-    """The sizes (B,) of packed clouds, from where they end or from the number of each row."""
+def counts_of_clouds(packed: Tensor, offset: Any, batch: Any) -> Tensor:
+    """The sizes (B,) of packed clouds, from where they end or from the number of each row; a tensor, array or list."""
     if (offset is None) == (batch is None):
         raise ValueError("Give either `offset`, where each cloud ends, or `batch`, the cloud of each row.")
     T = len(packed)
     if offset is not None:
+        offset = _integers("offset", offset, packed.device)
         counts = torch.diff(offset, prepend=offset.new_zeros(1))
         if offset.ndim != 1 or len(offset) == 0 or int(offset[-1]) != T or (counts < 0).any():
             raise ValueError(
@@ -122,12 +124,29 @@ def counts_of_clouds(packed: Tensor, offset: Tensor | None, batch: Tensor | None
                 "From `cu_seqlens`, take `cu_seqlens[1:]`."
             )
         return counts
-    assert batch is not None
+    batch = _integers("batch", batch, packed.device)
     if batch.shape != (T,) or T == 0 or (torch.diff(batch) < 0).any() or int(batch[0]) < 0:
         raise ValueError(
             f"`batch` should be sorted, from 0, with one number a row, shape ({T},); got {shape_of(batch)}."
         )
     return torch.bincount(batch)
+
+
+def _integers(name: str, numbers: Any, device: torch.device) -> Tensor:
+    tensor = as_tensor(name, numbers).to(device)
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        raise ValueError(f"`{name}` should be integers; got {str(tensor.dtype).removeprefix('torch.')}.")
+    return tensor.long()
+
+
+def no_empty_clouds(totals: Tensor, name: str) -> None:
+    """Checks the numbers (B,) of points of packed clouds."""
+    if (totals == 0).any():
+        empty = ", ".join(map(str, (totals == 0).nonzero()[:, 0].tolist()))
+        raise ValueError(
+            f"`{name}` should give each of its {len(totals)} clouds a point; those numbered {empty}, from 0, have "
+            "none. Leave them out."
+        )
 
 
 def same_dimension(new: Tensor, old: Tensor) -> None:

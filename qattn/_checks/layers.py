@@ -1,7 +1,9 @@
 """What layers are made of and called with."""
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from qattn._checks.numbers import floating_tensor, integer, positive, shape_of
@@ -9,11 +11,13 @@ from qattn._checks.numbers import floating_tensor, integer, positive, shape_of
 __all__ = [
     "channels",
     "chiral",
+    "chiral_points",
     "divisible",
+    "dtype_of_parameters",
     "features_at_points",
     "gradients",
     "heads",
-    "point_dict",
+    "point_record",
     "range_of_bandwidths",
 ]
 
@@ -73,16 +77,37 @@ def features_at_points(features: Any, points: Any, mass: Any, is_packed: bool) -
     return points
 
 
-def point_dict(given: Any, *others: Any) -> None:
-    """Checks a dict of features at points, which comes alone."""
-    missing = [key for key in ("feat", "coord") if key not in given]
-    if missing or ("offset" not in given and "batch" not in given):
+def point_record(features: str | None, names: Sequence[str], has_clouds: bool, others: Sequence[Any]) -> None:
+    """Checks a dict or an object with features at points, which comes alone; `names` are what it has."""
+    got = f"got {', '.join(map(str, names)) or 'none'}."
+    if features is None:
         raise ValueError(
-            "A dict should have the keys `feat`, `coord` and one of `offset` and `batch`; "
-            f"got {', '.join(map(str, given)) or 'none'}."
+            f"A dict or an object should have `feat` and `coord`, as Pointcept's, or `x` and `pos`, as PyG's; {got}"
         )
+    if features == "feat" and not has_clouds:
+        raise ValueError(f"A dict with `feat` and `coord` should have one of `offset` and `batch` too; {got}")
     if any(other is not None for other in others):
-        raise ValueError("With a dict, points, masses and clouds come in it: as `coord`, `mass`, `offset` or `batch`.")
+        raise ValueError("With a dict or an object, points, masses and clouds come in it; give no others beside it.")
+
+
+def dtype_of_parameters(features: Tensor, parameters: torch.dtype) -> None:
+    """Checks features for layers whose parameters have a dtype; under autocast, which casts, others than float64 do."""
+    is_cast = torch.is_autocast_enabled(features.device.type) and features.dtype != torch.float64
+    if features.dtype != parameters and not is_cast:
+        wanted, got = (str(dtype).removeprefix("torch.") for dtype in (parameters, features.dtype))
+        raise ValueError(
+            f"`features` should be {wanted}, as the parameters are; got {got}. Convert them with "
+            f"`features.to(torch.{wanted})`, or the module with `module.to(torch.{got})`."
+        )
+
+
+def chiral_points(points: Tensor) -> None:
+    """Checks points for a network that takes volumes of gradients."""
+    if points.shape[-1] != 3:
+        raise ValueError(
+            "`points` should have 3 coordinates, as `chiral=True` takes volumes of gradients in space; got shape "
+            f"{shape_of(points)}."
+        )
 
 
 def chiral(gradient: str) -> None:

@@ -7,18 +7,18 @@ import torch
 from torch import Tensor
 
 from qattn._broadcasting import broadcast_shapes
-from qattn._checks.numbers import finite, floating, shape_of
-from qattn._checks.ranks import own_part
+from qattn._checks.numbers import as_tensor, finite, floating, shape_of
+from qattn._checks.ranks import kind_of_rows, own_part
 from qattn.ranks import ALONE
 
 __all__ = [
     "kernel_of",
     "kernels_of_one_size",
     "mass",
+    "near_operator",
     "point_kernel",
     "positive_rows",
     "potential",
-    "same_points",
     "signal",
     "with_gradients",
 ]
@@ -54,11 +54,23 @@ def point_kernel(kernel: Any, kind: type) -> Any:
     return kernel
 
 
-def same_points(kernel: Any, other: Any, kind: type) -> Any:
-    """The other kernel, if it is of a kind and at the same points."""
-    if not isinstance(other, kind) or not torch.equal(kernel.points.detach(), other.points.detach()):  # type: ignore[attr-defined]
+def near_operator(near: Any, kernel: Any, cloud: Tensor, heads: int) -> Any:
+    """The kernel of an operator that a layer of some heads at points (*batch, N, d) may start from."""
+    if not isinstance(near.kernel, type(kernel)):
+        raise ValueError(
+            "`near` should be an operator of a Gaussian kernel at the same points; got one of a "
+            f"{type(near.kernel).__name__}."
+        )
+    if near.kernel.sigma.ndim == 0:  # with content: the points of its kernel are lifted, and do not tell
+        shape = (*cloud.shape[:-2], heads, *cloud.shape[-2:-1] * 2)
+        if tuple(near.shape) != shape:
+            raise ValueError(
+                f"`near` should be an operator of bandwidths (H,), or of content with the shape {shape} of this layer, "
+                f"as its heads are taken over one by one; got one of shape {tuple(near.shape)}."
+            )
+    elif not torch.equal(cloud.detach().to(near.kernel.points.dtype), near.kernel.points.detach()):
         raise ValueError("`near` should be an operator of a Gaussian kernel at the same points; these are others.")
-    return other
+    return near.kernel
 
 
 def with_gradients(kernel: Any, kind: type, normalization: str) -> Any:
@@ -113,19 +125,23 @@ def potential(numbers: Any, kernel: Any) -> Tensor:
     return tensor
 
 
-def positive_rows(lse: Tensor) -> None:
-    """Checks the logarithms of row sums that are to be divided by."""
-    if (lse == -torch.inf).any():
+def positive_rows(lse: Tensor, ranks: Any) -> None:
+    """Checks the logarithms of row sums that are to be divided by, on all ranks together."""
+    zeros, rows = ranks.sum(torch.tensor([int((lse == -torch.inf).sum()), lse.numel()], device=lse.device)).tolist()
+    if zeros:
         raise ValueError(
-            f"Each row of the kernel should have a positive sum; {int((lse == -torch.inf).sum())} of {lse.numel()} "
-            "are 0. Leave those sites out, or give them a similarity to themselves."
+            f"Each row of the kernel should have a positive sum; {zeros} of {rows} are 0. Leave those sites out, or "
+            "give them a similarity to themselves."
         )
 
 
 def signal(numbers: Any, shape: torch.Size, device: torch.device, ranks: Any = ALONE) -> Tensor:
     """Values (M,), (M, C) or (*batch, M, C) for an operator of shape (*batch, N, M)."""
-    tensor = floating("signal", own_part("signal", numbers, -2, ranks))
+    tensor = as_tensor("signal", own_part("signal", numbers, -2, ranks))
+    tensor = floating("signal", tensor.to(torch.get_default_dtype()) if tensor.dtype == torch.bool else tensor)
     M = shape[-1]
+    kind = {"The shape of `signal`": kind_of_rows(tensor, -2), "The dtype of `signal`": tensor.dtype}
+    ranks.agree("q @ signal", device, kind)
     axis = -1 if tensor.ndim == 1 else -2
     if tensor.ndim == 0 or tensor.shape[axis] != M:
         raise ValueError(

@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from qattn._checks.numbers import as_tensor, shape_of
 
-__all__ = ["all_or_none_sharded", "held_alone", "own_part", "rows_of", "same_on_all_ranks"]
+__all__ = ["all_or_none_sharded", "held_alone", "kind_of_rows", "own_part", "rows_of"]
 
 
 def all_or_none_sharded(are_alone: Sequence[bool]) -> None:
@@ -25,13 +27,15 @@ def held_alone(name: str, ranks: Any) -> None:
         )
 
 
-def same_on_all_ranks(name: str, numbers: Sequence[Sequence[float]]) -> None:
-    """Checks what all ranks should have given alike, one row of numbers a rank."""
-    if any(list(row) != list(numbers[0]) for row in numbers):
-        raise ValueError(
-            f"{name} should be the same on all ranks; got {', '.join(str(list(row)) for row in numbers)}. "
-            "A rank without points gives an empty shard, of shape (*batch, 0, d)."
-        )
+def kind_of_rows(given: Any, axis: int) -> str | None:
+    """The shape of an array or a tensor of which each rank has other rows, n along `axis`, and if it has a gradient."""
+    if given is None:
+        return None
+    sizes: list[Any] = list(np.shape(given))
+    if sizes:
+        sizes[max(axis, -len(sizes))] = "n"
+    gradient = ", with gradient" if getattr(given, "requires_grad", False) and torch.is_grad_enabled() else ""
+    return f"({', '.join(map(str, sizes))}){gradient}"
 
 
 def own_part(name: str, given: Any, axis: int, ranks: Any) -> Any:

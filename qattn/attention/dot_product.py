@@ -5,16 +5,27 @@ A kernel computes out = softmax(q̃ k̃ᵀ) ṽ and the lse of q̃ k̃ᵀ. It is
 have been scaled into the range of float16.
 """
 
+from abc import abstractmethod
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from qattn.attended import Attended
+from qattn.attention.backend import Backend
 from qattn.attention.inputs import Inputs
 from qattn.lift import lift, pad, part_dtype, scale_values, split_columns, split_lift
 
-__all__ = ["DotProduct", "prepare", "reasons", "wants_sixteen_bits", "width"]
+__all__ = ["DotProduct", "DotProductBackend", "prepare", "wants_sixteen_bits", "width"]
+
+# Unit roundoffs of lifted scores, relative to ½(‖q‖ + ‖k‖)² + |b|: of the products, of their sum, and of the row
+# constant that is added to the lse.
+_UNIT = {torch.float64: 2.0**-52, torch.float32: 2.0**-23}
+# CUTLASS multiplies float32 as big·big + big·small + small·big, each part with 10 explicit bits, the big one truncated:
+# small·small is left out, up to 2⁻²⁰ |q||k| and always of the sign of the product, and small is rounded at 2⁻²².
+_UNIT_3XTF32 = 2.0**-20
+# The split lift of a 16-bit kernel: tensor cores truncate each partial sum to 24 bits, and coordinates have 22.
+_UNIT_SPLIT = 2.0**-22
 
 
 def wants_sixteen_bits(inputs: Inputs) -> bool:
@@ -29,16 +40,30 @@ def width(inputs: Inputs, *, split: bool, multiple: int) -> int:
     return -(-max(columns, inputs.channels) // multiple) * multiple
 
 
-def reasons(inputs: Inputs) -> list[str]:
-    """Why no dot-product kernel can serve: another score, or more cancellation than was asked for."""
-    if not inputs.is_gaussian:
-        return ["the score is not the Gaussian one, so not a dot product of lifted points"]
-    if (error := inputs.extent.rounding(inputs.dtype)) > inputs.tol:
-        dtype = str(inputs.dtype).removeprefix("torch.")
-        return [
-            f"lifting would lose about {error:.1e} of lse to cancellation in {dtype}, more than tol = {inputs.tol:.1e}"
-        ]
-    return []
+class DotProductBackend(Backend):
+    """A backend whose kernels multiply lifted points."""
+
+    @abstractmethod
+    def is_split(self, inputs: Inputs) -> bool:
+        """Whether these inputs go to a 16-bit kernel, by the split lift."""
+
+    def unit_roundoff(self, inputs: Inputs) -> float:
+        """The unit roundoff u of lifted scores, by kernel, device and dtype: lse is good to u (½(‖q‖ + ‖k‖)² + |b|)."""
+        if self.is_split(inputs):
+            return _UNIT_SPLIT
+        if inputs.device.type == "cuda" and inputs.dtype == torch.float32:
+            # The memory-efficient kernel, here and in xformers, multiplies by tensor cores where they take float32.
+            has_tf32 = torch.cuda.get_device_capability(inputs.device) >= (8, 0)
+            return _UNIT_3XTF32 if has_tf32 else _UNIT[torch.float32]
+        return _UNIT[inputs.dtype]
+
+    def reasons_of_lifting(self, inputs: Inputs) -> list[str]:
+        """Why lifted points cannot serve: another score, or more cancellation than was asked for."""
+        if not inputs.is_gaussian:
+            return ["the score is not the Gaussian one, so not a dot product of lifted points"]
+        if (error := inputs.extent.rounding(self.unit_roundoff(inputs))) > inputs.tol:
+            return [f"lifting would lose about {error:.1e} of lse to cancellation, more than tol = {inputs.tol:.1e}"]
+        return []
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ All ranks run the same code: every collective of one is a collective of all, in 
 too. What decides about collectives is therefore computed from numbers that all of them have, such as sums over ranks.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from qattn.distributed.agreement import Request, disagreement
 from qattn.ranks import Ranks
 
 __all__ = ["Group", "pack", "unpack"]
@@ -81,6 +82,15 @@ class Group(Ranks):
         padded = x.new_zeros(max(lengths), *x.shape[1:])
         padded[: len(x)] = x
         return [rows[:n] for rows, n in zip(self.gathered(padded), lengths, strict=True)]
+
+    def agree(self, call: str, device: torch.device, options: Mapping[str, object]) -> None:
+        request = Request(call, {name: repr(value) for name, value in options.items()})
+        hashes = self.gathered(torch.tensor(request.hashes(), device=device))
+        if all(torch.equal(other, hashes[0]) for other in hashes):
+            return
+        # All ranks have come to this, as they have the same hashes.
+        texts = self.joined(torch.tensor(list(request.to_json()), dtype=torch.uint8, device=device))
+        raise ValueError(disagreement([Request.from_json(bytes(text.tolist())) for text in texts]))
 
     def begin_exchange(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> list[Any]:
         """Begins to send tensors to ranks, and to fill others from ranks; empty ones are not sent."""

@@ -31,9 +31,9 @@ class ShardedGaussian(GaussianPoints):
     included: those by a shard of the points are of the sum of what all ranks differentiate, and those by a number that
     all share, such as σ, are each rank's part of it, to be added up, or averaged as DDP does.
 
-    All ranks call the same functions in the same order, and ask for the same gradients; printing an operator that was
-    normalised in one step measures its error, and is such a call too. A rank without points takes part with shards of
-    length 0.
+    All ranks call the same functions in the same order, with the same options, and ask for the same gradients; options
+    that differ are found when a kernel or an operator is made, or a signal is given, and named. Properties and printing
+    need no other rank. A rank without points takes part with shards of length 0.
 
     Args:
         points: This rank's positions, of shape (*batch, n, d); n may differ, and be 0. Or a DTensor (*batch, N, d) that
@@ -58,7 +58,6 @@ class ShardedGaussian(GaussianPoints):
         tol: float = 1e-3,
         backend: str = "auto",
     ) -> None:
-        _checks.positive("`tol`", tol)
         own = _checks.own_part("points", points, -2, None)
         if own is not points and group is None:
             group = points.device_mesh.get_group()
@@ -66,8 +65,11 @@ class ShardedGaussian(GaussianPoints):
         self._sigma = _checks.bandwidth(sigma, self._points)
         self._method, self._tol, self._backend = method, tol, backend
         self._group = group if isinstance(group, Group) else Group(group)
-        numbers = self._group.joined(self._sigma.detach().reshape(-1).double())
-        _checks.same_on_all_ranks("`sigma`", [row.tolist() for row in numbers])
+        options = {"`sigma`": self._sigma.tolist(), "`method`": method, "`tol`": float(tol), "`backend`": backend}
+        by_sigma = self._sigma.requires_grad and torch.is_grad_enabled()
+        options |= _kind(self._points) | {"Whether `sigma` has a gradient": by_sigma}
+        self._group.agree("ShardedGaussian", self.device, options)
+        _checks.positive("`tol`", tol)
         self._shards = Shards(self._group, self._targets, self._points)
         self._work = Work()
         self._methods = self._make_methods()
@@ -91,9 +93,10 @@ class ShardedGaussian(GaussianPoints):
     def __repr__(self) -> str:
         sigma = f"{float(self._sigma):g}" if self._sigma.ndim == 0 else f"{len(self._sigma)} bandwidths"
         where = f"rank {self._group.rank} of {self._group.size}"
+        methods = ", ".join(dict.fromkeys(self._methods_in_use))
         return (
             f"ShardedGaussian({tuple(self._points.shape)} of {self._shards.total} points, sigma={sigma}, "
-            f"method={self._method!r}, {where})"
+            f"method={methods!r}, {where})"
         )
 
     @property
@@ -102,9 +105,14 @@ class ShardedGaussian(GaussianPoints):
 
     @property
     def method(self) -> str | tuple[str, ...]:
-        """The method in use: a word, or one for each head. All ranks ask for it, as they choose together."""
-        methods = tuple(choice.method for choice in self._methods.choices)
+        """The method in use: a word, or one for each head; "auto" until the ranks have chosen, in their first pass."""
+        methods = self._methods_in_use
         return methods[0] if self._sigma.ndim == 0 else methods
+
+    @property
+    def _methods_in_use(self) -> tuple[str, ...]:
+        chosen = self._methods.chosen
+        return (self._method,) * self._sigma.numel() if chosen is None else tuple(choice.method for choice in chosen)
 
     @property
     def group(self) -> Group:
@@ -134,6 +142,7 @@ class ShardedGaussian(GaussianPoints):
     def at(self, points: Any) -> "ShardedGaussian":
         """The kernel between other points, of which each rank gives some, and those of all ranks."""
         targets = _checks.points("points", points, least=0).to(self._points)
+        self._group.agree("at", self.device, _kind(targets))
         _checks.same_dimension(targets, self._points)
         return self._remade(_targets=targets, _shards=Shards(self._group, targets, self._points))
 
@@ -169,6 +178,14 @@ class ShardedGaussian(GaussianPoints):
         clouds = zip(query[:, rows], key, sigma, bias, strict=True)
         found = [rows_attended(self._group, q, k, s, None, b, "reference").lse for q, k, s, b in clouds]
         return torch.stack(found).reshape(*batch, len(rows)).cpu()
+
+
+def _kind(points: Tensor) -> dict[str, object]:
+    """What shards (*batch, n, d) have to have in common."""
+    return {
+        "The shape of `points`, (*batch, n, d) and with n = 0 where there are none,": _checks.kind_of_rows(points, -2),
+        "The dtype of `points`": points.dtype,
+    }
 
 
 def _engine(shards: Shards, backend: str, method: str, sigma: Tensor, instead: Instead | None) -> Engine:

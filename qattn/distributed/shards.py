@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from qattn import _checks
-from qattn._broadcasting import broadcast_shapes
 from qattn.distributed.group import Group, pack, unpack
 from qattn.kernels.sites import Sites
 
@@ -27,12 +26,8 @@ class Shards:
 
     def __init__(self, group: Group, targets: Tensor, points: Tensor) -> None:
         self.group = group
-        batch = broadcast_shapes(targets.shape[:-2], points.shape[:-2])
-        about = [*points.shape[-1:], points.dtype.itemsize, *batch]
-        header = torch.tensor([targets.shape[-2], points.shape[-2], len(about), *about], device=points.device)
-        headers = [row.tolist() for row in group.joined(header)]
-        _checks.same_on_all_ranks("The dimension, the bytes a number and the batch", [row[3:] for row in headers])
-        self.queries, self.keys = ([int(row[n]) for row in headers] for n in (0, 1))
+        lengths = group.gathered(torch.tensor([targets.shape[-2], points.shape[-2]], device=points.device))
+        self.queries, self.keys = ([int(row[n]) for row in lengths] for n in (0, 1))
         self.total = sum(self.keys)
         if self.total == 0:
             raise ValueError("`points` should hold at least one point on some rank; all shards are empty.")

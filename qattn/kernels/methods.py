@@ -149,6 +149,11 @@ class Methods:
         return [self._choose(head, float(sigma)) for head, sigma in enumerate(self._sigma.reshape(-1))]
 
     @property
+    def chosen(self) -> list[Choice] | None:
+        """The choices as far as they are made; None if they are still to be made, which ranks do together."""
+        return self.choices if self._method != "auto" else self.__dict__.get("choices")
+
+    @property
     def groups(self) -> list[tuple[Tensor | None, Engine | None]]:
         """The heads of each method in use, None for all of them, and their engine, None for "exact"."""
         methods = [choice.method for choice in self.choices]

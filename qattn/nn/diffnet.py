@@ -82,6 +82,7 @@ class QDiffNet(
             _checks.chiral(gradient)
         width = num_scales * _checks.integer("features", features, 1)
         self.in_channels, self.gradient, self.output, self.recompute = in_channels, gradient, output, recompute
+        self.chiral = chiral
         self.first = nn.Linear(in_channels, width)
         self.blocks = nn.ModuleList(
             _Block(
@@ -108,6 +109,8 @@ class QDiffNet(
         `gradients` are gradX and gradY of `tangent_gradients`, each a sparse matrix for all clouds, or one for each.
         """
         _checks.channels("features", features, self.in_channels)
+        if self.chiral:
+            _checks.chiral_points(points)
         _checks.gradients(gradients, self.gradient == "tangent", features)
         x, q = self.first(features), None
         for block in self.blocks:

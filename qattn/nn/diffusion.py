@@ -117,16 +117,21 @@ class QDiffusion(nn.Module):
             points: Positions x; computed with in float32 at least, also under autocast.
             mass: Masses (*batch, N), 0 for padding; equal by default.
             content: Further coordinates c of each head, (*batch, H, N, c): K = exp(−‖x − x′‖²/2σ² − ‖c − c′‖²/2).
-            near: The operator of another layer at the same points. They need not be sorted again, and normalising
-                starts from its potentials, at the nearest bandwidths.
+            near: The operator of another layer at the same points. They need not be sorted again, and normalizing
+                starts from its potentials, at the nearest bandwidths. Where either layer has `content`, whose
+                distances differ, only the potentials are taken over: of an operator with content, head by head.
             signal: A signal (*batch, H, N, P) to apply it to with the last pass of normalising: `applied`.
         """
         kernel, init = _kernel(points, self.sigma, content, self.ranks, **self._method), None
         if near is not None:
-            other = _checks.same_points(kernel, near.kernel, type(kernel))
-            kernel = kernel.prepared_as(other)
+            other = _checks.near_operator(near, kernel, points, self.num_scales)
+            has_bandwidths = other.sigma.ndim > 0  # else its points are lifted, with content
+            if has_bandwidths and content is None:
+                kernel = kernel.prepared_as(other)
             if near.normalization == "sinkhorn":
-                init = _interpolated(near.potential.detach(), other.sigma.detach(), kernel.sigma.detach())
+                init = near.potential.detach().nan_to_num(0, 0, 0)  # points without mass, out of reach
+                if has_bandwidths:
+                    init = _interpolated(init, other.sigma.detach(), self.sigma.detach().to(init))
         return diffusion(
             kernel, None, _for_heads(mass), init=init, signal=signal, adjoint=self._adjoint, **self._normalizing
         )
@@ -196,8 +201,7 @@ def _interpolated(potential: Tensor, old: Tensor, new: Tensor) -> Tensor:
     above = torch.searchsorted(old, new.log()).clamp(max=len(old) - 1)
     below = (above - 1).clamp(min=0)
     weight = ((new.log() - old[below]) / (old[above] - old[below]).clamp(min=1e-12)).clamp(0, 1)[:, None]
-    start = torch.lerp(potential[..., order[below], :], potential[..., order[above], :], weight)
-    return start.nan_to_num(0, 0, 0)  # points without mass, out of reach
+    return torch.lerp(potential[..., order[below], :], potential[..., order[above], :], weight)
 
 
 @torch.library.custom_op("qattn::diffuse", mutates_args=())

@@ -6,16 +6,17 @@
 | a batch | (B, N, C) | (B, N, d) | padding has mass 0 |
 | packed | (T, C) | (T, d) | `offset`, where each cloud ends, or `batch`, the cloud of each point |
 | a dict, as Pointcept's | `feat` | `coord` | `offset` or `batch`; masses, if any, in `mass` |
+| an object or a dict, as PyG's | `x` | `pos` | `batch`, or one cloud; masses, if any, in `mass` |
 """
 
-import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from qattn import _checks
+from qattn.nn.records import Record
 from qattn.ragged import to_packed, to_padded
 from qattn.ranks import ALONE, Ranks
 
@@ -42,31 +43,31 @@ class PointModule(nn.Module):
         points: Tensor | None = None,
         mass: Tensor | None = None,
         *,
-        offset: Tensor | None = None,
-        batch: Tensor | None = None,
+        offset: Any = None,
+        batch: Any = None,
         **options: Any,
     ) -> Any:
         """New features, in the layout of the given ones.
 
         Args:
-            features: Features (N, C), (B, N, C) or packed (T, C). Or a dict with `feat`, `coord`, `offset` or `batch`,
-                and perhaps `mass`: a copy of it with new features comes back.
+            features: Features (N, C), (B, N, C) or packed (T, C), in the dtype of the parameters. Or a dict or an
+                object with `feat`, `coord` and `offset` or `batch`, or with `x`, `pos` and perhaps `batch`, as a
+                `torch_geometric.data.Data`; and perhaps `mass`. A copy of it with new features comes back.
             points: Positions, in the same layout.
             mass: Masses, in the same layout, 0 for padding; equal within each cloud by default.
-            offset: Where each cloud ends in a packed layout, shape (B,).
-            batch: The cloud of each point in a packed layout, sorted, shape (T,).
+            offset: Where each cloud ends in a packed layout, B integers.
+            batch: The cloud of each point in a packed layout, T sorted integers.
             **options: As `at_points` has them.
         """
-        if isinstance(features, Mapping):
-            _checks.point_dict(features, points, mass, offset, batch)
-            clouds = {"offset": features["offset"]} if "offset" in features else {"batch": features.get("batch")}
-            new = copy.copy(features)
-            new["feat"] = self(features["feat"], features["coord"], features.get("mass"), **clouds, **options)  # type: ignore[index]
-            return new
+        if (record := Record.of(features, points, mass, offset, batch)) is not None:
+            return record.replaced(self(*record.arguments, **record.clouds, **options))
         is_packed = offset is not None or batch is not None
         points = _checks.features_at_points(features, points, mass, is_packed)
+        if (parameter := next(self.parameters(), None)) is not None:
+            _checks.dtype_of_parameters(features, parameter.dtype)
         if is_packed:
             padded, present = to_padded(features, offset=offset, batch=batch)
+            _checks.no_empty_clouds(self.ranks.total(present.long()), "batch" if offset is None else "offset")
             x = to_padded(points, offset=offset, batch=batch)[0]
             x = torch.where(present[..., None], x, x[:, :1])  # padding stays within its cloud
             m = present.to(x) if mass is None else to_padded(mass, offset=offset, batch=batch)[0]
