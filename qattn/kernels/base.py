@@ -207,14 +207,13 @@ class SumKernel(PointKernel):
     @property
     def mass(self) -> Tensor | None:
         """The masses of those that have any, which should agree."""
-        first, *others = [kernel.mass for kernel in self._kernels if kernel.mass is not None] or [None]
-        for other in others:
-            if first is not None and other is not None and not _are_alike(first.detach(), other.detach()):
-                raise ValueError(
-                    "The kernels of a sum come with masses that differ, as weights of mixtures do. Give `mass`, those "
-                    "that the sum should have."
-                )
-        return first
+        masses = [mass for kernel in self._kernels if (mass := kernel.mass) is not None]
+        if not all(_are_alike(masses[0].detach(), other.detach()) for other in masses[1:]):
+            raise ValueError(
+                "The kernels of a sum come with masses that differ, as weights of mixtures do. Give `mass`, those that "
+                "the sum should have."
+            )
+        return masses[0] if masses else None
 
     @property
     def ranks(self) -> Ranks:
