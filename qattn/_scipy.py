@@ -38,7 +38,7 @@ class DiffusionOperator(LinearOperator):  # type: ignore[misc]
         self._root = None if weight is None else weight.sqrt()[:, None]  # (N, 1)
 
     def _run(self, apply: Callable[[Tensor], Tensor], columns: Any) -> Any:
-        x = torch.as_tensor(np.ascontiguousarray(columns), dtype=self._like.dtype, device=self._like.device)
+        x = torch.from_numpy(np.require(columns, self.dtype, ["C", "W"])).to(self._like.device)
         with torch.no_grad():
             if self._root is not None:
                 x = self._root * apply(torch.where(self._root > 0, x / self._root, 0))
@@ -53,13 +53,18 @@ class DiffusionOperator(LinearOperator):  # type: ignore[misc]
         return self._run(self._apply_transpose if self._root is None else self._apply, columns)
 
     def _adjoint(self) -> LinearOperator:
-        return super()._adjoint() if self._root is None else self
+        if self._root is not None:
+            return self
+        return DiffusionOperator(self._apply_transpose, self._apply, self._like, None)
+
+    _transpose = _adjoint  # of real numbers
 
 
-def extreme_eigenvalues(operator: LinearOperator, tol: float, scale: float) -> tuple[float, float]:
+def extreme_eigenvalues(operator: LinearOperator, tol: float, scale: float, seed: int = 0) -> tuple[float, float]:
     """The smallest and the largest eigenvalue of a symmetric operator, by Lanczos iteration; NaN if not found.
 
-    The error is about a tenth of `tol`, relative to `scale` or the largest eigenvalue, whichever is more.
+    The error is about a tenth of `tol`, relative to `scale` or the largest eigenvalue, whichever is more. The seed is
+    that of the vector to start from, so that the same call gives the same numbers.
     """
     N = operator.shape[0]
     if N <= _FEW:
@@ -67,9 +72,12 @@ def extreme_eigenvalues(operator: LinearOperator, tol: float, scale: float) -> t
         values = torch.linalg.eigvalsh((dense + dense.T) / 2)
         return float(values[0]), float(values[-1])
 
+    start = np.random.default_rng(seed).uniform(-1, 1, N).astype(operator.dtype)
+    options = {"which": "LA", "tol": 0.1 * tol, "maxiter": _RESTARTS, "v0": start, "return_eigenvectors": False}
+
     def largest_of(some: LinearOperator) -> float:
         try:
-            return float(eigsh(some, 1, which="LA", tol=0.1 * tol, maxiter=_RESTARTS, return_eigenvectors=False)[0])
+            return float(eigsh(some, 1, **options)[0])
         except ArpackNoConvergence:
             return math.nan
 

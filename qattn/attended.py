@@ -49,8 +49,10 @@ def merge(a: Attended, b: Attended) -> Attended:
     lse = largest + torch.log(total)
     if a.out is None or b.out is None:
         return Attended(None, lse)
-    share = (weight_b / torch.where(total == 0, 1, total))[..., None].to(a.out.dtype)
-    return Attended(torch.lerp(a.out, b.out, share), lse)
+    share = (weight_b / torch.where(total == 0, 1, total))[..., None]
+    dtype = torch.promote_types(share.dtype, a.out.dtype)  # 16 bits are too few for a share
+    out = torch.lerp(a.out.to(dtype), b.out.to(dtype), share.to(dtype))
+    return Attended(out.to(a.out.dtype), lse)
 
 
 def sized(column: Tensor) -> tuple[Tensor, Tensor]:

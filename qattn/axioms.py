@@ -109,7 +109,7 @@ def check_axioms(q: Diffusion, *, tol: float = 1e-2, seed: int = 0) -> AxiomRepo
     gap = torch.where(has_mass, adjoint[:, :-1] - noise, 0)
     from qattn._scipy import extreme_eigenvalues  # here, because SciPy is slow to import
 
-    smallest, largest = extreme_eigenvalues(q.to_scipy(symmetric=True), tol, scale=1.0)
+    smallest, largest = extreme_eigenvalues(q.to_scipy(symmetric=True), tol, scale=1.0, seed=seed)
     return AxiomReport(
         asymmetry=float((integral(gap**2) / integral(noise**2)).sqrt().amax()),
         constants=float(integral((constant - 1).abs()) / mass.sum()),

@@ -97,7 +97,8 @@ class _EnergyDistance(torch.autograd.Function):
 def chamfer_distance(source: Any, target: Any, power: float = 2) -> Any:
     r"""1/N Σ_i min_j ‖x_i − y_j‖^p + 1/M Σ_j min_i ‖x_i − y_j‖^p, shape (*batch,).
 
-    Points have no masses here, and gradients hold the nearest points fixed.
+    Points have no masses here, and gradients hold the nearest points fixed. Points in the same place add nothing to
+    them, though p < 2 has no derivative there.
 
     Args:
         source: The points x, shape (*batch, N, d), a tensor or an array.
@@ -121,7 +122,9 @@ def chamfer_distance(source: Any, target: Any, power: float = 2) -> Any:
 def _to_nearest(x: Tensor, y: Tensor, power: float) -> Tensor:
     """The mean of ‖x_i − y_j‖^p from points (N, d) to the nearest of others (M, d)."""
     index = nearest(x.detach().double(), y.detach().double())
-    return torch.linalg.vector_norm(x - y[index], dim=-1).pow(power).mean()
+    distances = torch.linalg.vector_norm(x - y[index], dim=-1)
+    is_apart = distances > 0
+    return torch.where(is_apart, torch.where(is_apart, distances, 1).pow(power), 0).mean()
 
 
 @eager

@@ -17,6 +17,7 @@ end. The spectrum of Q_q stays in [0, 1], and a translation costs the same where
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -144,7 +145,7 @@ def shoot(
     _checks.not_negative("abs(until)", abs(until))
     _checks.one_of("integrator", integrator, INTEGRATORS)
     advance = _euler if integrator == "euler" else _midpoint
-    count = math.ceil(abs(until) / dt - 1e-6)  # 0.3 / 0.1 is a little more than 3
+    count = math.ceil(abs(until) / dt * (1 - 1e-9))  # 0.3 / 0.1 is a little more than 3
     path, f = [(q, p)], None
     with Progress("Shooting", count) as progress:
         for _ in range(count):
@@ -286,9 +287,42 @@ def stencil(means: Tensor, covariances: Tensor) -> Tensor:
     sigma, kind = _checks.covariances(covariances, x)
     if kind != "full":
         sigma = torch.diag_embed(sigma if kind == "diagonal" else sigma[..., None].expand_as(x))
-    squares, axes = torch.linalg.eigh(sigma)
-    offsets = (axes * squares.clamp(min=0).sqrt()[..., None, :]).mT  # (*batch, N, d, d), a row for each axis
+    axes, roots = _Axes.apply(sigma)
+    offsets = (axes * roots[..., None, :]).mT  # (*batch, N, d, d), a row for each axis
     return (x[..., None, :] + torch.cat([offsets, -offsets], dim=-2)).flatten(-3, -2)
+
+
+class _Axes(torch.autograd.Function):
+    """Axes E, a column each, and lengths s of ellipsoids: matrices (*batch, d, d) are E diag(s²) Eᵀ.
+
+    With B = Eᵀ dΣ E, lengths change by ½ B_kk / s_k, and axes by dE = E F with F_jk = B_jk / (s_k² − s_j²). Axes of one
+    length could as well be others, and F is 0 / 0. There it is B_jk / s_k (s_j + s_k) instead: E diag(s) then changes
+    like the symmetric root of Σ, and functions of it that do not depend on the choice of axes have their gradient. Axes
+    of length 0 keep their direction.
+    """
+
+    @staticmethod
+    def forward(matrices: Tensor) -> tuple[Tensor, Tensor]:
+        squares, axes = torch.linalg.eigh(matrices)
+        return axes, squares.clamp(min=0).sqrt()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.save_for_backward(*output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Tensor:
+        axes, s = ctx.saved_tensors
+        squares, has_length = s.square(), s > 0
+        gap = squares[..., None, :] - squares[..., :, None]  # s_k² − s_j² in row j and column k
+        near = torch.finfo(s.dtype).eps ** 0.5 * squares.amax(-1)[..., None, None]
+        alike = s[..., None, :] * (s[..., None, :] + s[..., :, None])
+        divisor = torch.where(gap.abs() > near, gap, alike)
+        turned = torch.where(divisor != 0, axes.mT @ grads[0] / torch.where(divisor != 0, divisor, 1), 0)
+        longer = torch.where(has_length, 0.5 * grads[1] / torch.where(has_length, s, 1), 0)
+        off_diagonal = turned - torch.diag_embed(turned.diagonal(dim1=-2, dim2=-1))
+        result = axes @ (off_diagonal + torch.diag_embed(longer)) @ axes.mT
+        return 0.5 * (result + result.mT)
 
 
 def from_stencil(points: Tensor) -> tuple[Tensor, Tensor]:

@@ -57,7 +57,12 @@ def vertex_areas(vertices: Any, faces: Any) -> Any:
     if x.shape[-1] == 2:
         x = torch.nn.functional.pad(x, (0, 1))
     a, b, c = x.to(_dtype(x))[..., faces, :].unbind(-2)  # (*batch, F, 3)
-    areas = 0.5 * torch.linalg.vector_norm(torch.linalg.cross(b - a, c - a), dim=-1)
+    first, second = b - a, c - a
+    # In units of its own edges, a triangle of any size has squares that float32 holds.
+    size = torch.maximum(first.detach().abs().amax(-1), second.detach().abs().amax(-1))[..., None]
+    size = torch.where(size > 0, size, 1)
+    areas = 0.5 * torch.linalg.vector_norm(torch.linalg.cross(first / size, second / size), dim=-1)
+    areas = areas * size[..., 0] * size[..., 0]
     mass = _shared(areas, faces, x)
     return mass if isinstance(vertices, Tensor) else mass.numpy(force=True)
 

@@ -17,6 +17,9 @@ __all__ = ["Voxels", "in_volume", "on_surface", "voxelize_solid", "voxelize_surf
 _MOST_VOXELS = 2**28  # of a grid: a quarter of a gigabyte, and four times that while it is filled
 _CELLS_ACROSS = 64  # of the grid that `in_volume` rejects by: most of a shape is then inside without a ray
 _MOST_DRAWN = 2**20
+_MOST_IN_VAIN = 2**18  # points of which none is inside
+_FLAT = 1e-12  # of the longest axis: less is rounding
+_NO_VOLUME = "The mesh contains no volume: its faces lie on one another. Sample it by `on_surface`."
 _AT_ONCE = 2**16  # pairs of a triangle and a cell
 _TOUCH = 1e-9  # of a voxel: rounding, so that what touches counts as meeting
 
@@ -63,7 +66,8 @@ def on_surface(mesh: Any, n: int, seed: int = 0) -> tuple[Any, Any]:
 def in_volume(mesh: Any, n: int, seed: int = 0) -> Any:
     """n random points of the inside of a closed mesh, shape (n, 3), uniform in volume.
 
-    Drawn in the voxels of a grid that the mesh meets or contains; only those of the former are asked where they are.
+    Drawn in the cells of a grid that the mesh meets or contains; only those of the former are asked where they are.
+    The grid has as many cells along each axis of a box about the mesh, so that thin plates fill their cells too.
 
     Example:
         >>> points = in_volume(shapes.sphere_mesh(3), 100)
@@ -73,22 +77,38 @@ def in_volume(mesh: Any, n: int, seed: int = 0) -> Any:
     vertices, faces = _checks.mesh(mesh)
     n, generator = _checks.integer("n", n, 1), torch.Generator().manual_seed(seed)
     x, faces = vertices.detach().cpu().double(), faces.cpu()
-    spacing = float((x[faces].amax((0, 1)) - x[faces].amin((0, 1))).amax()) / _CELLS_ACROSS or 1.0
-    closed = _Closed(x / spacing, faces)
+    origin, axes, extent = _box(x[faces].flatten(0, 1))
+    closed = _Closed(((x - origin) @ axes) / torch.where(extent > 0, extent / _CELLS_ACROSS, 1), faces)
+    if extent.amin() <= _FLAT * extent.amax():
+        raise ValueError(_NO_VOLUME)
     solid, low = closed.solid()
     cells = solid.nonzero()
-    parts, count = [], 0
+    parts, count, drawn = [], 0, 0
     while count < n:
         size = min(2 * (n - count) + 1000, _MOST_DRAWN)
         cell = cells[torch.randint(len(cells), (size,), generator=generator)]
         points = low + cell + torch.rand(size, 3, dtype=torch.float64, generator=generator) - 0.5
         is_inside = ~closed.surface[tuple(cell.T)]
         is_inside[~is_inside] = closed.contains(points[~is_inside])
-        if not is_inside.any():
-            raise ValueError("The mesh contains no volume: its faces lie on one another. Sample it by `on_surface`.")
         parts.append(points[is_inside])
-        count += len(parts[-1])
-    return _given(mesh, (spacing * torch.cat(parts)[:n]).to(vertices))
+        count, drawn = count + len(parts[-1]), drawn + size
+        if count == 0 and drawn >= _MOST_IN_VAIN:
+            raise ValueError(_NO_VOLUME)
+    return _given(mesh, (origin + (extent / _CELLS_ACROSS * torch.cat(parts)[:n]) @ axes.T).to(vertices))
+
+
+def _box(points: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A point, three axes as columns, and the lengths (3,) along them of a box about points (n, 3).
+
+    The axes are those of space, or the principal ones of the points if these make a box of less than half the volume.
+    """
+    origin, space = points.mean(0), torch.eye(3, dtype=points.dtype)
+    principal = torch.linalg.eigh((points - origin).T @ (points - origin)).eigenvectors
+    along = [(points - origin) @ axes for axes in (space, principal)]
+    extents = [x.amax(0) - x.amin(0) for x in along]
+    if extents[1].prod() < 0.5 * extents[0].prod():
+        return origin, principal, extents[1]
+    return origin, space, extents[0]
 
 
 def voxelize_surface(mesh: Any, spacing: float) -> Voxels:

@@ -138,6 +138,12 @@ def test_a_broken_package_is_a_reason_not_a_crash(modules):
     )
 
 
+def test_a_broken_mslk_does_not_hide_xformers(modules):
+    modules["mslk.attention.fmha"] = ImportError("libcudart.so.13: cannot open shared object file")
+    modules["xformers.ops.fmha"] = types.ModuleType("working")
+    assert xformers._load() is modules["xformers.ops.fmha"]
+
+
 def test_mslk_goes_before_xformers(modules):
     modules["xformers.ops.fmha"] = types.ModuleType("old")
     assert xformers._load() is modules["xformers.ops.fmha"]

@@ -40,6 +40,12 @@ def test_other_normalisations_lack_some(normalization, broken):
     assert "NO" in str(report)
 
 
+def test_the_same_seed_gives_the_same_numbers():
+    q = diffusion(sphere(400).float(), 0.3, torch.rand(400))
+    assert check_axioms(q, seed=0) == check_axioms(q, seed=0)
+    assert check_axioms(q, seed=0) != check_axioms(q, seed=1)
+
+
 def test_an_indefinite_kernel_does_not_damp():
     """Two narrow Gaussians and a wide one, without their determinants: the spectrum goes down to −0.146."""
     distance, spread = torch.tensor([-1.0, 0.0, 1.0]), torch.tensor([1e-4, 1e6, 1e-4])

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from qattn import GaussianKernel, MatrixKernel, attend, diffusion, ragged, sinkhorn
+from qattn import GaussianKernel, GraphKernel, MatrixKernel, attend, diffusion, ragged, sinkhorn
 from qattn._broadcasting import broadcast_shapes
 
 POINTS = torch.randn(10, 3)
@@ -177,3 +177,23 @@ def test_shapes_broadcast_as_those_of_torch(shapes):
             broadcast_shapes(*shapes)
     else:
         assert broadcast_shapes(*shapes) == expected
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+def test_arrays_of_either_byte_order_that_may_not_be_written_to(order):
+    """As files of other machines and memory maps hold them."""
+
+    def stored(numbers, dtype):
+        array = np.asarray(numbers).astype(np.dtype(dtype).newbyteorder(order))
+        array.flags.writeable = False
+        return array
+
+    generator = np.random.default_rng(0)
+    points, mass, signal = generator.standard_normal((20, 3)), generator.random(20), generator.standard_normal(20)
+    expected = diffusion(points, [0.5, 1.0], mass) @ signal[:, None]
+    q = diffusion(stored(points, "f8"), stored([0.5, 1.0], "f4"), stored(mass, "f8"))
+    np.testing.assert_allclose(q @ stored(signal, "f8")[:, None], expected, rtol=1e-12)
+    edges = stored([[0, 1], [1, 0]], "i4"), stored([1.0, 1.0], "f4")
+    assert GraphKernel(edges).shape == (2, 2)
+    with pytest.raises(TypeError, match="`points` should be a tensor or an array of numbers; got an array of object"):
+        diffusion(np.array([[None]]), 1.0)

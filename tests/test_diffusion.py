@@ -10,7 +10,7 @@ import torch
 from cases import ball, dense, sphere
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.sparse.linalg import eigsh
+from scipy.sparse.linalg import aslinearoperator, eigsh, lsqr, svds
 
 from qattn import GaussianKernel, MatrixKernel, diffusion
 from qattn.operators import NORMALIZATIONS
@@ -211,6 +211,19 @@ def test_scipy_finds_the_spectrum():
     np.testing.assert_allclose(operator @ x, matrix @ x, atol=1e-12)
     np.testing.assert_allclose(operator.T @ x, matrix.T @ x, atol=1e-12)
     np.testing.assert_allclose(operator @ x[:, 0], matrix @ x[:, 0], atol=1e-12)
+    v, one, columns = np.random.default_rng(0).standard_normal(400), np.eye(400), np.eye(400)[:, :3]
+    for found, exact in (
+        (operator.matvec(v), matrix @ v),
+        (operator.rmatvec(v), matrix.T @ v),
+        (operator.H @ v, matrix.T @ v),
+        (operator.T @ v, matrix.T @ v),
+        (operator.T.T @ v, matrix @ v),
+        (operator.H.rmatvec(v), matrix @ v),
+        (operator.T @ columns, matrix.T @ columns),
+        (svds(operator, 3, return_singular_vectors=False, v0=v), np.linalg.svd(matrix, compute_uv=False)[2::-1]),
+        (lsqr(operator + aslinearoperator(one), v)[0], np.linalg.solve(matrix + one, v)),
+    ):
+        np.testing.assert_allclose(found, exact, rtol=1e-4, atol=1e-4 * np.abs(exact).max())
     with pytest.raises(ValueError, match="`to_scipy` takes one cloud"):
         diffusion(sphere(10), [0.1, 0.2]).to_scipy()
 

@@ -131,6 +131,17 @@ def test_points_in_one_place_have_no_direction(dtype, d):
     assert (alone.grad == 0).all()
 
 
+@pytest.mark.parametrize("power", [0.5, 1.0, 1.5, 2.0])
+def test_chamfer_gradients_where_points_coincide(power):
+    """A point in the place of another adds nothing, and leaves the gradients of the others alone."""
+    x = torch.tensor([[0.0, 0.0], [3.0, 0.0]], dtype=torch.float64, requires_grad=True)
+    y = torch.tensor([[0.0, 0.0], [3.0, 4.0]], dtype=torch.float64)
+    chamfer_distance(x, y, power).backward()
+    # The second point of x is 3 from the first of y; the second of y is 4 from the second of x.
+    expected = torch.tensor([[0.0, 0.0], [3.0 ** (power - 1), -(4.0 ** (power - 1))]], dtype=torch.float64)
+    torch.testing.assert_close(x.grad, 0.5 * power * expected)
+
+
 @pytest.mark.parametrize("power", [1, 2])
 @pytest.mark.parametrize("d", [2, 30])  # by a tree and by products
 def test_chamfer_distance(power, d):

@@ -161,7 +161,9 @@ def test_twice_the_momenta_is_twice_the_speed(metric):
     torch.testing.assert_close(fast.momenta, 2 * path.momenta)
 
 
-@pytest.mark.parametrize(("until", "dt", "count"), [(0.3, 0.1, 3), (1.0, 0.1, 10), (-0.5, 0.2, 3), (0.05, 0.1, 1)])
+@pytest.mark.parametrize(
+    ("until", "dt", "count"), [(0.3, 0.1, 3), (1.0, 0.1, 10), (-0.5, 0.2, 3), (0.05, 0.1, 1), (1e-8, 0.1, 1)]
+)
 def test_steps_are_equal_and_none_is_longer_than_dt(until, dt, count):
     q, p = (x.float() for x in cloud(5))
     path = shoot(Hamiltonian(SIGMA, metric="kernel"), q, p, until=until, dt=dt)
@@ -261,6 +263,30 @@ def test_stencils_of_variances_and_of_flat_gaussians():
         torch.testing.assert_close(found[1], variances[..., None, None] * torch.eye(3))
     flat = torch.diag(torch.tensor([1.0, 1.0, 0.0])).expand(1, 3, 3)
     torch.testing.assert_close(from_stencil(stencil(torch.zeros(1, 3), flat))[1], flat)
+
+
+@pytest.mark.parametrize("lengths", [(1.0, 1.0, 1.0), (1.0, 1.0, 4.0), (1.0, 2.0, 4.0)])
+def test_gradients_through_a_stencil(lengths):
+    """Of functions of the Gaussians it stands for, whichever axes were taken: also where all are of one length."""
+    turn = torch.linalg.qr(torch.randn(2, 3, 3).double()).Q
+    covariances = (turn * torch.tensor(lengths).double()) @ turn.mT
+    covariances.requires_grad_()
+    linear, weight = torch.randn(3, 3).double(), torch.randn(2, 3, 3).double()
+
+    def moved(matrices):
+        return linear @ matrices @ linear.T
+
+    points = stencil(torch.randn(2, 3).double(), covariances)
+    (weight * from_stencil(points @ linear.T)[1] ** 2).sum().backward()
+    exact = torch.func.grad(lambda matrices: (weight * moved(matrices) ** 2).sum())(covariances.detach())
+    torch.testing.assert_close(covariances.grad, (exact + exact.mT) / 2)
+
+
+def test_gradients_through_stencils_of_variances():
+    variances = torch.tensor([0.0, 0.5, 2.0], dtype=torch.float64, requires_grad=True)
+    found = from_stencil(stencil(torch.zeros(3, 2).double(), variances))[1]
+    (found.diagonal(dim1=1, dim2=2).sum(-1) ** 2).sum().backward()
+    torch.testing.assert_close(variances.grad, 8 * variances.detach())  # (2 v)² for each
 
 
 def test_areas_stay_with_the_diffusion_and_blow_up_with_the_kernel():

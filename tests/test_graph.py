@@ -215,3 +215,33 @@ def test_many_edges_in_little_memory():
     q = diffusion(kernel, tol=1e-5)
     signal = torch.rand(n, 64)
     torch.testing.assert_close((q @ signal).mean(0), signal.mean(0), rtol=0, atol=1e-4)
+
+
+SIXTEEN_BITS = {
+    "graph": lambda A: (GraphKernel(A), torch.diag(A.sum(1)) + A),
+    "joined graph": lambda A: (GraphKernel(A, eps=0.05), torch.diag(A.sum(1)) + A + 0.05),
+    "sparse": lambda A: (MatrixKernel((A + torch.eye(len(A))).to_sparse()), A + torch.eye(len(A))),
+    "dense": lambda A: (MatrixKernel(A + torch.eye(len(A))), A + torch.eye(len(A))),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("needs_gradient", [False, True])
+@pytest.mark.parametrize("make", SIXTEEN_BITS.values(), ids=SIXTEEN_BITS)
+def test_signals_of_sixteen_bits_are_rounded_once(make, needs_gradient, dtype):
+    """Also under autocast: what comes out is the float64 mean to half a unit in the last place, and a little."""
+    kernel, K = make(random_graph(60).float())
+    value, bias = torch.randn(2, 60, 5).to(dtype), torch.randn(60)
+    weights = K.double() * torch.exp(bias.double())
+    exact = weights @ value.double() / weights.sum(-1, keepdim=True)
+    half_unit = 0.5 * torch.finfo(dtype).eps * exact.abs()
+    with torch.autocast("cpu", torch.bfloat16):
+        out, lse = kernel.attend(bias, value.clone().requires_grad_(needs_gradient))
+    assert (out.dtype, lse.dtype) == (dtype, torch.float32)
+    assert ((out.detach().double() - exact).abs() <= 1.01 * half_unit + 1e-6).all()
+    if needs_gradient:
+        out.sum().backward()
+    smooth = diffusion(kernel) @ value
+    torch.testing.assert_close(
+        smooth.double(), diffusion(kernel) @ value.double(), rtol=2 * torch.finfo(dtype).eps, atol=1e-3
+    )

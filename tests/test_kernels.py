@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from qattn import GaussianKernel, MatrixKernel, attend
+from qattn import GaussianKernel, MatrixKernel, MixtureKernel, attend, diffusion
 
 
 def dense_gaussian(points, sigma, targets=None):
@@ -62,6 +62,50 @@ def test_heads_of_a_sum_with_factors():
     factors = torch.tensor([0.5, 2.0], dtype=torch.float64)
     kernel = GaussianKernel(POINTS[0], [0.5, 1.0]) * factors
     check(kernel, torch.stack([f * dense_gaussian(POINTS[0], s) for f, s in zip(factors, (0.5, 1.0), strict=True)]))
+
+
+def test_a_factor_may_have_axes_that_its_kernel_lacks():
+    """A mixture of two kernels for each head, with weights of their own."""
+    factors = torch.tensor([0.5, 2.0, 1.0], dtype=torch.float64, requires_grad=True)
+    shares, K = factors.detach()[:, None, None], [dense_gaussian(POINTS[0], s) for s in (0.5, 1.5)]
+    assert (A * factors).shape == (3, 30, 30)
+    check(A * factors.detach(), shares * K[0])
+    check(A * factors.detach() + B, shares * K[0] + K[1])
+    q = diffusion(A * factors + B, tol=1e-10)
+    matrix = q.to_dense()
+    torch.testing.assert_close(matrix.sum(-1), torch.ones(3, 30).double())
+    matrix.square().sum().backward()
+    assert factors.grad.abs().min() > 0
+    with pytest.raises(ValueError, match=r"broadcast with its batch axes \(2,\); got shape \(3,\)"):
+        GaussianKernel(POINTS[0], [0.5, 1.0]) * torch.ones(3)
+
+
+def test_masses_of_a_sum_do_not_depend_on_the_order():
+    weights = torch.rand(2, 30, generator=torch.Generator().manual_seed(2)).double() + 0.1
+    spread = torch.full((30,), 0.01).double()
+    one, same, other = (MixtureKernel(POINTS[0], spread, 0.5, w) for w in (weights[0], 3 * weights[0], weights[1]))
+    for kernel in (one + A, A + one, one + same, same + A + one):
+        torch.testing.assert_close(kernel.mass, weights[0] / weights[0].sum())
+    assert (A + B).mass is None
+    signal = torch.randn(30, 2).double()
+    for kernel in (one + other, other + one, A + one + other):
+        with pytest.raises(ValueError, match=r"come with masses that differ.*Give `mass`"):
+            diffusion(kernel)
+    results = [diffusion(kernel, mass=weights[1], tol=1e-12) @ signal for kernel in (one + other, other + one)]
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_round_values_of_sixteen_bits_once(dtype):
+    first, *others = (GaussianKernel(POINTS[0].float(), 0.1 * 1.3**n) for n in range(12))
+    kernel = sum(others, first)
+    matrix = sum(dense_gaussian(POINTS[0].float().double(), 0.1 * 1.3**n) for n in range(12))
+    value, bias = torch.randn(30, 50).to(dtype), torch.randn(30)
+    weights = matrix * torch.exp(bias.double())
+    exact = weights @ value.double() / weights.sum(-1, keepdim=True)
+    out = kernel.attend(bias, value).out
+    assert out.dtype == dtype
+    assert ((out.double() - exact).abs() <= 0.505 * torch.finfo(dtype).eps * exact.abs() + 1e-6).all()
 
 
 def test_a_matrix_with_an_empty_row():

@@ -109,6 +109,18 @@ def test_gradients():
     assert torch.autograd.gradcheck(lambda x: mass.density(x, 0.7), points)
 
 
+@pytest.mark.parametrize("scale", [1e10, 1.0, 1e-12])
+def test_areas_of_any_size_in_float32(scale):
+    """Also of a small triangle beside a large one: none of their squares may overflow or vanish."""
+    corners = torch.tensor([[0.0, 0, 0], [3, 1, 0], [1, 2, 2], [1e-6, 0, 0], [0, 1e-6, 1e-6]]) * scale
+    faces = torch.tensor([[0, 1, 2], [0, 3, 4]])
+    a, b, c = corners.double()[faces].unbind(1)
+    exact = torch.linalg.cross(b - a, c - a).norm(dim=-1) / 6
+    found = mass.vertex_areas(corners, faces).double()
+    torch.testing.assert_close(found[[1, 3]], exact, rtol=1e-5, atol=0)
+    torch.testing.assert_close(found.sum(), 3 * exact.sum(), rtol=1e-5, atol=0)
+
+
 def test_triangles_without_area():
     vertices = torch.tensor([[0.0, 0, 0], [1, 0, 0], [2, 0, 0], [0, 1, 0]], requires_grad=True)
     faces = [[0, 1, 2], [1, 1, 1], [0, 0, 3], [0, 1, 3]]  # collinear, a point, a segment, and one that is proper

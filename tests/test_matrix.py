@@ -57,6 +57,70 @@ def test_gradients_go_through_products(make):
     assert torch.autograd.gradgradcheck(lambda b, v: make().attend(b, v).out, (mass, signal), rtol=1e-3, atol=1e-6)
 
 
+def dense_operator(K, mass):
+    """Q of a similarity, by Newton's method on log(Σ_j e^{f_i} K_ij m_j e^{f_j}) = 0, in float64."""
+    f = torch.zeros(len(K), dtype=torch.float64)
+    for _ in range(100):
+        rows = torch.exp(f) * (K @ (mass * torch.exp(f)))
+        jacobian = torch.diag(rows) + torch.exp(f)[:, None] * K * mass * torch.exp(f)
+        f = f - torch.linalg.solve(jacobian, rows - 1)
+    return torch.exp(f)[:, None] * K * mass * torch.exp(f)
+
+
+def test_gradients_by_entries_that_are_zero():
+    """Central differences of the dense operator: an entry of 0 that grows changes it like any other."""
+    K = torch.tensor([[2.0, 0, 1], [0, 2, 1], [1, 1, 3]], dtype=torch.float64, requires_grad=True)
+    mass, signal = torch.tensor([0.2, 0.5, 0.3]).double(), torch.tensor([[1.0], [-2.0], [0.5]]).double()
+    weight = torch.tensor([[0.3], [1.0], [-0.7]]).double()
+    (weight * (diffusion(MatrixKernel(K), mass=mass, tol=1e-13, max_iter=200) @ signal)).sum().backward()
+    step = torch.zeros(3, 3, dtype=torch.float64)
+    step[0, 1] = step[1, 0] = 1e-6
+    # Newton's method takes the negative entry of the backward step in its stride.
+    ends = [(weight * (dense_operator(K.detach() + s * step, mass) @ signal)).sum() for s in (1, -1)]
+    expected = (ends[0] - ends[1]) / 2e-6
+    assert abs(float(expected)) > 0.1
+    torch.testing.assert_close(K.grad[0, 1] + K.grad[1, 0], expected, rtol=1e-6, atol=0)
+
+
+def test_gradients_by_entries_of_every_order():
+    K = torch.rand(2, 6, 6).double()
+    K = K + K.mT
+    K[:, 0, 1] = K[:, 1, 0] = K[0, 2, 3] = K[0, 3, 2] = 0
+    bias, value, grow = torch.randn(2, 6).double(), torch.randn(2, 6, 3).double(), torch.rand(2, 6, 6).double()
+    bias[1, 4] = -torch.inf
+
+    def attended(K, value):
+        return tuple(MatrixKernel(K).attend(bias, value))
+
+    def exact(K, value):
+        weights = K * torch.exp(bias)[:, None]
+        return weights @ value / weights.sum(-1, keepdim=True), torch.log(weights.sum(-1))
+
+    inputs = K.requires_grad_(), value.requires_grad_()
+    cotangents = torch.randn(2, 6, 3).double(), torch.randn(2, 6).double()
+    results = []
+    for function in (attended, exact):
+        first = torch.autograd.grad(function(*inputs), inputs, cotangents, create_graph=True)
+        second = torch.autograd.grad((first[0] * grow).sum() + (first[1] ** 2).sum(), inputs)
+        results.append([x.detach() for x in (*first, *second)])
+    torch.testing.assert_close(results[0], results[1], rtol=1e-10, atol=1e-12)
+
+
+def test_far_zeros_do_not_make_nan():
+    """A pair that is absent from a row of tiny weights: e^b is more than float32 holds, and its product with 0 is 0."""
+    K = torch.eye(3).requires_grad_()
+    lse = MatrixKernel(K).attend(torch.tensor([-300.0, 0.0, 100.0])).lse
+    torch.testing.assert_close(lse.detach(), torch.tensor([-300.0, 0.0, 100.0]))
+    lse.sum().backward()
+    assert not K.grad.isnan().any()
+    torch.testing.assert_close(K.grad.diagonal(), torch.ones(3))
+    empty = torch.diag(torch.tensor([1.0, 0.0])).requires_grad_()
+    lse = MatrixKernel(empty).attend(torch.zeros(2)).lse
+    assert lse.tolist() == [0, -torch.inf]
+    lse[0].backward()
+    assert empty.grad[0].tolist() == [1, 1]
+
+
 def test_laws():
     for make in KERNELS.values():
         assert check_axioms(diffusion(make(), mass=torch.rand(40), tol=1e-6)).holds

@@ -17,10 +17,10 @@ ROOT = Path(qattn.__file__).parent
 
 # Lowest first; a module may import those before it, and its own package.
 LAYERS = [
-    "_eager", "_warning", "_broadcasting", "_compiled", "_progress", "_kd", "_distances", "_nearest", "pullback", "tiling",
-    "attended", "lift", "ranks", "_checks", "_scipy", "attention", "kernels", "distributed", "solver", "operators",
-    "spectral", "signatures", "maps", "flows", "geodesics", "axioms", "mass", "ragged", "nn", "shapes", "sampling",
-    "sklearn", "doctor", "io", "pictures", "cli", "__main__",
+    "_eager", "_warning", "_broadcasting", "_compiled", "_progress", "_kd", "_distances", "_nearest", "pullback",
+    "tiling", "attended", "lift", "ranks", "_checks", "_scipy", "attention", "kernels", "distributed", "solver",
+    "operators", "spectral", "signatures", "maps", "flows", "geodesics", "axioms", "mass", "ragged", "nn", "shapes",
+    "sampling", "sklearn", "doctor", "io", "pictures", "cli", "__main__",
 ]  # fmt: skip
 
 

@@ -250,3 +250,15 @@ def test_what_a_kernel_prints():
         "MaternKernel((100, 3), sigma=2 bandwidths, nu=0.7, method='gaussians')"
     )
     assert "alpha=2" in repr(RationalQuadraticKernel(points, 0.5, alpha=2))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("method", ["exact", "gaussians"])
+def test_values_of_sixteen_bits_are_rounded_once(method, dtype):
+    """Not after each of the thirty terms."""
+    points, value = sphere(200).float(), torch.randn(200, 8).to(dtype)
+    K = torch.exp(-(points.double()[:, None] - points.double()).norm(dim=-1) / 0.3)
+    exact = K @ value.double() / K.sum(-1, keepdim=True)
+    out = ExponentialKernel(points, 0.3, method=method, tol=1e-6).attend(torch.zeros(200), value).out
+    assert out.dtype == dtype
+    assert ((out.double() - exact).abs() <= 0.505 * torch.finfo(dtype).eps * exact.abs() + 1e-5).all()

@@ -160,7 +160,7 @@ def same_dimension(new: Tensor, old: Tensor) -> None:
 def bandwidth(sigma: Any, cloud: Tensor) -> Tensor:
     """σ without axes or (H,), in the dtype of the logarithms."""
     dtype = torch.promote_types(cloud.dtype, torch.float32)
-    tensor = torch.as_tensor(sigma, dtype=dtype, device=cloud.device)
+    tensor = as_tensor("sigma", sigma).to(cloud.device, dtype)
     if tensor.ndim > 1:
         raise ValueError(
             f"`sigma` should be a number, or of shape (H,) for one head a bandwidth; got {shape_of(tensor)}."
@@ -171,7 +171,7 @@ def bandwidth(sigma: Any, cloud: Tensor) -> Tensor:
 
 def one_bandwidth(sigma: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     """σ without axes."""
-    tensor = torch.as_tensor(sigma, dtype=dtype, device=device)
+    tensor = as_tensor("sigma", sigma).to(device, dtype)
     if tensor.ndim > 0:
         raise ValueError(
             f"`sigma` should be one number; got shape {shape_of(tensor)}. Make a kernel for each bandwidth, and add "

@@ -47,7 +47,7 @@ def voxels(name: str, given: Any) -> tuple[Tensor, Tensor | None, tuple[int, ...
 
 def spacing(numbers: Any, axes: int) -> tuple[float, ...]:
     """The size of a voxel along each axis."""
-    tensor = torch.as_tensor(numbers, dtype=torch.float64)
+    tensor = as_tensor("spacing", numbers).double()
     if tensor.ndim > 1 or (tensor.ndim == 1 and len(tensor) != axes):
         raise ValueError(
             f"`spacing` should be a number, or one for each of the {axes} axes of the grid; got {shape_of(tensor)}."
@@ -76,7 +76,7 @@ def blocks_are_few(numbers: int, sites: int) -> None:
 
 def on_grid(numbers: Any, grid: tuple[int, ...], device: torch.device) -> Tensor:
     """Values (*grid, …)."""
-    tensor = torch.as_tensor(numbers)
+    tensor = as_tensor("grid", numbers)
     if tuple(tensor.shape[: len(grid)]) != grid:
         expected = ", ".join(map(str, grid))
         raise ValueError(f"`grid` should have shape ({expected}, …), as that of the kernel; got {shape_of(tensor)}.")

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qattn._checks.numbers import finite, floating, integer, shape_of
+from qattn._checks.numbers import as_tensor, finite, floating, integer, shape_of
 
 __all__ = ["edges", "is_sparse", "products", "similarity", "sorted_edges"]
 
@@ -75,7 +75,7 @@ def edges(name: str, given: Any, size: int | None = None) -> tuple[Tensor, Tenso
     """The edges (2, E) sorted by rows, their weights (E,) and the number of vertices, of a symmetric matrix ≥ 0."""
     if isinstance(given, tuple):
         index, weight = given
-        index = torch.as_tensor(index)
+        index = as_tensor("edge_index", index)
         if index.ndim != 2 or len(index) != 2 or index.is_floating_point():
             raise ValueError(
                 f"`edge_index` should hold integers of shape (2, E); got {index.dtype} of {shape_of(index)}."

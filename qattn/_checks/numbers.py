@@ -31,9 +31,12 @@ def as_tensor(name: str, numbers: Any) -> Tensor:
     if isinstance(numbers, Tensor):
         return numbers
     try:
-        return torch.from_numpy(np.require(numbers, requirements=["C", "W"]))
-    except TypeError:
-        raise TypeError(f"`{name}` should be a tensor or an array of numbers; got {type(numbers).__name__}.") from None
+        array = np.asarray(numbers)
+        # Torch knows neither the other byte order, nor strides below 0, nor arrays that may not be written to.
+        return torch.from_numpy(np.require(array, array.dtype.newbyteorder("="), ["C", "W"]))
+    except (TypeError, ValueError):
+        what = f"an array of {numbers.dtype}" if isinstance(numbers, np.ndarray) else type(numbers).__name__
+        raise TypeError(f"`{name}` should be a tensor or an array of numbers; got {what}.") from None
 
 
 def floating_tensor(name: str, tensor: Any, least_axes: int, axes: str) -> None:
@@ -67,7 +70,7 @@ def one_of(name: str, value: str, choices: Sequence[str]) -> None:
 
 def positive(name: str, number: Any) -> None:
     """Checks a number or a tensor of them."""
-    numbers = torch.as_tensor(number)
+    numbers = as_tensor(name.strip("`"), number)
     if not ((numbers > 0) & (numbers < torch.inf)).all():
         raise ValueError(
             f"{name} should be positive and finite; got {number if numbers.numel() == 1 else 'some that are not'}."

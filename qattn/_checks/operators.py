@@ -12,6 +12,7 @@ from qattn._checks.ranks import kind_of_rows, own_part
 from qattn.ranks import ALONE
 
 __all__ = [
+    "factor_of_kernel",
     "kernel_of",
     "kernels_of_one_size",
     "mass",
@@ -45,6 +46,17 @@ def kernels_of_one_size(shapes: Sequence[torch.Size]) -> None:
     if not fits:
         got = ", ".join(str(tuple(shape)) for shape in shapes)
         raise ValueError(f"The kernels of a sum should have one size and batches that broadcast; got {got}.")
+
+
+def factor_of_kernel(factor: Tensor, batch: torch.Size) -> None:
+    """Checks a factor of a kernel of shape (*batch, N, N)."""
+    try:
+        broadcast_shapes(factor.shape, batch)
+    except RuntimeError:
+        raise ValueError(
+            f"The factor of a kernel should be a number, or broadcast with its batch axes {tuple(batch)}; "
+            f"got shape {shape_of(factor)}."
+        ) from None
 
 
 def point_kernel(kernel: Any, kind: type) -> Any:

@@ -22,13 +22,14 @@ __all__ = ["Xformers"]
 @functools.cache
 def _load() -> ModuleType | str:
     """The `fmha` module, or why there is none."""
+    broken = []
     for package, module in (("mslk", "mslk.attention.fmha"), ("xformers", "xformers.ops.fmha")):
         if importlib.util.find_spec(package) is not None:
             try:
                 return importlib.import_module(module)
             except (ImportError, OSError) as error:
-                return f"{module} is there, but does not import ({type(error).__name__}: {error})"
-    return "xformers is not installed (`pip install xformers`)"
+                broken.append(f"{module} is there, but does not import ({type(error).__name__}: {error})")
+    return "; ".join(broken) or "xformers is not installed (`pip install xformers`)"
 
 
 class Xformers(DotProductBackend):

@@ -207,15 +207,24 @@ class SumKernel(PointKernel):
 
     @property
     def mass(self) -> Tensor | None:
-        """The masses of the first that has any."""
-        return next((kernel.mass for kernel in self._kernels if kernel.mass is not None), None)
+        """The masses of those that have any, which should agree."""
+        masses = [mass for kernel in self._kernels if (mass := kernel.mass) is not None]
+        if not all(_are_alike(masses[0].detach(), other.detach()) for other in masses[1:]):
+            raise ValueError(
+                "The kernels of a sum come with masses that differ, as weights of mixtures do. Give `mass`, those that "
+                "the sum should have."
+            )
+        return masses[0] if masses else None
 
     @property
     def ranks(self) -> Ranks:
         return self._kernels[0].ranks
 
     def attend(self, bias: Tensor, value: Tensor | None = None) -> Attended:
-        return reduce(merge, (kernel.attend(bias, value) for kernel in self._kernels))
+        # Values of 16 bits are averaged in the precision of the logarithms, and rounded once.
+        values = None if value is None else value.to(torch.promote_types(value.dtype, self.dtype))
+        whole = reduce(merge, (kernel.attend(bias, values) for kernel in self._kernels))
+        return whole if value is None or whole.out is None else Attended(whole.out.to(value.dtype), whole.lse)
 
     def exact_lse(self, rows: Tensor, bias: Tensor) -> Tensor:
         return reduce(torch.logaddexp, (kernel.exact_lse(rows, bias) for kernel in self._kernels))
@@ -224,21 +233,28 @@ class SumKernel(PointKernel):
         return SumKernel(*(_checks.point_kernel(kernel, PointKernel).at(points) for kernel in self._kernels))
 
 
+def _are_alike(a: Tensor, b: Tensor) -> bool:
+    """Whether masses that broadcast are equal but for rounding."""
+    return bool(torch.isclose(a, b.to(a), rtol=16 * torch.finfo(a.dtype).eps, atol=0).all())
+
+
 class ScaledKernel(PointKernel):
-    """c K for a number or a tensor c > 0: log c is added to the lse."""
+    """c K for a number c > 0, or a tensor of them that broadcasts with the batch of K: log c is added to the lse."""
 
     def __init__(self, kernel: Kernel, factor: float | Tensor) -> None:
         _checks.positive("the factor of a kernel", factor)
         self._kernel = kernel
         self._factor = torch.as_tensor(factor, dtype=kernel.dtype, device=kernel.device)
+        _checks.factor_of_kernel(self._factor, kernel.shape[:-2])
 
     def __repr__(self) -> str:
-        factor = f"{float(self._factor):g}" if self._factor.ndim == 0 else f"({len(self._factor)} factors)"
+        factor = f"{float(self._factor):g}" if self._factor.ndim == 0 else f"({self._factor.numel()} factors)"
         return f"{factor} * {self._kernel!r}"
 
     @property
     def shape(self) -> torch.Size:
-        return self._kernel.shape
+        batch = broadcast_shapes(self._kernel.shape[:-2], self._factor.shape)
+        return torch.Size((*batch, *self._kernel.shape[-2:]))
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -257,6 +273,8 @@ class ScaledKernel(PointKernel):
 
     def attend(self, bias: Tensor, value: Tensor | None = None) -> Attended:
         out, lse = self._kernel.attend(bias, value)
+        if out is not None:  # a factor may have axes of its own
+            out = out.expand(*broadcast_shapes(out.shape[:-2], self._factor.shape), *out.shape[-2:])
         return Attended(out, lse + torch.log(self._factor)[..., None])
 
     def exact_lse(self, rows: Tensor, bias: Tensor) -> Tensor:

@@ -24,6 +24,13 @@ class Edges:
     def __init__(self, index: Tensor, log: Tensor, size: int) -> None:
         self.index, self.log, self.size = index.to(log.device), log, size
 
+    @classmethod
+    def of(cls, index: Tensor, entries: Tensor, size: int) -> "Edges":
+        """Those of entries (E,) ≥ 0 in that order; the ones that are 0 are left out."""
+        is_edge = entries > 0
+        entries = entries[is_edge].to(torch.promote_types(entries.dtype, torch.float32))
+        return cls(index[:, is_edge], torch.log(entries), size)
+
     @property
     def tensor(self) -> Tensor:
         """What it is differentiated by."""
@@ -50,16 +57,22 @@ class Edges:
         largest = torch.where(largest == -torch.inf, 0, largest)  # rows without any weight
         weights = torch.exp(scores - largest[..., rows])
         total = scores.new_zeros(shape).scatter_add(-1, places, weights)
-        lse = largest + torch.log(total)
+        is_empty = total == 0
+        divisor = torch.where(is_empty, 1, total)
+        lse = torch.where(is_empty, -torch.inf, largest + torch.log(divisor))
         if value is None:
             return Attended(None, lse)
-        weights = (weights / torch.where(total == 0, 1, total)[..., rows]).to(value.dtype)
+        # Values of 16 bits are averaged in the precision of the weights, and rounded once.
+        dtype = torch.promote_types(weights.dtype, value.dtype)
+        weights, values = (weights / divisor[..., rows]).to(dtype), value.to(dtype)
         if torch.is_grad_enabled() and (weights.requires_grad or value.requires_grad):
-            batch = broadcast_shapes(weights.shape[:-1], value.shape[:-2])
-            products = weights[..., None] * value[..., columns, :]  # (*batch, E, C): what a gradient needs anyway
-            out = value.new_zeros(*batch, self.size, value.shape[-1])
-            return Attended(out.index_add(len(batch), rows, products.expand(*batch, -1, -1)), lse)
-        return Attended(self._product(weights, value), lse)
+            batch = broadcast_shapes(weights.shape[:-1], values.shape[:-2])
+            products = weights[..., None] * values[..., columns, :]  # (*batch, E, C): what a gradient needs anyway
+            out = values.new_zeros(*batch, self.size, values.shape[-1])
+            out = out.index_add(len(batch), rows, products.expand(*batch, -1, -1))
+        else:
+            out = self._product(weights, values)
+        return Attended(out.to(value.dtype), lse)
 
     @cached_property
     def _starts(self) -> Tensor:
@@ -72,7 +85,7 @@ class Edges:
         batch = broadcast_shapes(weights.shape[:-1], value.shape[:-2])
         weights = weights.expand(*batch, -1).reshape(batch.numel(), weights.shape[-1])
         values = value.expand(*batch, -1, -1).reshape(batch.numel(), *value.shape[-2:])
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), torch.autocast(value.device.type, enabled=False):
             warnings.filterwarnings("ignore", message="Sparse CSR")  # torch calls them new; COO products are slower
             items = [
                 torch.sparse_csr_tensor(self._starts, self.index[1], w, (self.size, self.size), check_invariants=False)

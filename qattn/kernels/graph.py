@@ -20,7 +20,8 @@ class GraphKernel(Kernel):
     Args:
         adjacency: A ≥ 0, symmetric, (N, N): a sparse matrix of torch or SciPy, a dense tensor or array, or a pair
             (edge_index, edge_weight) of shapes (2, E) and (E,), with both directions of every edge, and None for
-            weights of 1.
+            weights of 1. Results are differentiable by the weights of edges; pairs without an edge, also those of a
+            dense adjacency that are 0, stay absent, and have no gradient.
         eps: A weight ε ≥ 0 between all pairs, which joins what is not connected. It is never formed: it costs O(N).
         size: The number of vertices, for an edge_index that does not name the last of them.
 
@@ -42,9 +43,7 @@ class GraphKernel(Kernel):
             )
         vertices = torch.arange(size, device=index.device)
         joined = torch.cat([index, vertices.expand(2, -1)], dim=1)
-        index, entries = _checks.sorted_edges(joined, torch.cat([weight, degrees]), size)
-        is_edge = entries > 0
-        self._edges = Edges(index[:, is_edge], torch.log(entries[is_edge]), size)
+        self._edges = Edges.of(*_checks.sorted_edges(joined, torch.cat([weight, degrees]), size), size)
 
     def __repr__(self) -> str:
         count = int((self._edges.index[0] < self._edges.index[1]).sum())
@@ -81,16 +80,19 @@ class GraphKernel(Kernel):
         return kernel
 
     def attend(self, bias: Tensor, value: Tensor | None = None) -> Attended:
-        along_edges = self._edges.attend(bias, value)
         if self._eps == 0:
-            return along_edges
-        # ε 11ᵀ has the same row for all vertices.
+            return self._edges.attend(bias, value)
+        # ε 11ᵀ has the same row for all vertices. Values of 16 bits are averaged in float32, and rounded once.
+        values = None if value is None else value.to(torch.promote_types(value.dtype, self.dtype))
+        along_edges = self._edges.attend(bias, values)
         lse = math.log(self._eps) + torch.logsumexp(bias, dim=-1, keepdim=True)
         mean = None
-        if value is not None:
+        if values is not None and along_edges.out is not None:
             share = torch.softmax(torch.where((bias == -torch.inf).all(-1, keepdim=True), 0, bias), dim=-1)
-            mean = (share.to(value.dtype)[..., None, :] @ value).expand_as(along_edges.out)  # type: ignore[arg-type]
-        return merge(along_edges, Attended(mean, lse.expand_as(along_edges.lse)))
+            with torch.autocast(self.device.type, enabled=False):
+                mean = (share.to(values.dtype)[..., None, :] @ values).expand_as(along_edges.out)
+        whole = merge(along_edges, Attended(mean, lse.expand_as(along_edges.lse)))
+        return whole if value is None or whole.out is None else Attended(whole.out.to(value.dtype), whole.lse)
 
     def exact_lse(self, rows: Tensor, bias: Tensor) -> Tensor:
         exact = self.replace(self._edges.log.detach().cpu().double())

@@ -1,5 +1,7 @@
 """A kernel given as a matrix of similarities: by its entries, by those that are not 0, or by its products."""
 
+import math
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,6 +23,8 @@ class MatrixKernel(Kernel):
         similarity: Shape (*batch, N, N), a tensor or an array; or a sparse matrix (N, N) of torch or SciPy, whose
             products then cost its entries and no more; or products alone: a SciPy `LinearOperator`, or a function that
             takes tensors (N, C) to K times them. Of the last two symmetry and sign are tried on random signals.
+            Results are differentiable by all entries of a dense matrix, also by those that are 0; pairs that a sparse
+            matrix does not hold stay absent, and have no gradient.
         size: The number N of rows, for a function.
 
     Example:
@@ -33,16 +37,11 @@ class MatrixKernel(Kernel):
     def __init__(self, similarity: Any, *, size: int | None = None) -> None:
         self._entries: _Dense | Edges | Products
         if _checks.is_sparse(similarity):
-            index, entries, rows = _checks.edges("similarity", similarity)
-            self._entries = Edges(index[:, entries > 0], torch.log(entries[entries > 0]), rows)
+            self._entries = Edges.of(*_checks.edges("similarity", similarity))
         elif callable(similarity) or hasattr(similarity, "matmat"):
             self._entries = Products(*_checks.products(similarity, size))
         else:
-            entries = _checks.similarity(similarity)
-            is_positive = entries > 0
-            self._entries = _Dense(
-                torch.where(is_positive, torch.log(torch.where(is_positive, entries, 1)), -torch.inf)
-            )
+            self._entries = _Dense(_checks.similarity(similarity))
 
     def __repr__(self) -> str:
         return f"MatrixKernel({tuple(self.shape)})"
@@ -66,32 +65,52 @@ class MatrixKernel(Kernel):
     def exact_lse(self, rows: Tensor, bias: Tensor) -> Tensor:
         tensor, bias = (x.detach().cpu().double() for x in (self._entries.tensor, bias))
         if isinstance(self._entries, _Dense):
-            return torch.logsumexp(tensor[..., rows, :] + bias[..., None, :], dim=-1)
+            return torch.logsumexp(torch.log(tensor[..., rows, :]) + bias[..., None, :], dim=-1)
         return self._entries.replace(tensor).attend(bias, None).lse[..., rows]
 
 
 class _Dense:
-    """All entries, by their logarithms (*batch, N, N)."""
+    """All entries K, (*batch, N, N)."""
 
-    def __init__(self, log: Tensor) -> None:
-        self.tensor = log
+    def __init__(self, entries: Tensor) -> None:
+        self.tensor = entries
 
     @property
     def shape(self) -> torch.Size:
         return self.tensor.shape
 
-    def replace(self, log: Tensor) -> "_Dense":
-        return _Dense(log)
+    def replace(self, entries: Tensor) -> "_Dense":
+        dense = _Dense(entries)
+        if "_log" in vars(self) and (entries.device, entries.dtype) == (self.tensor.device, self.tensor.dtype):
+            dense._log = self._log
+        return dense
+
+    @cached_property
+    def _log(self) -> Tensor:
+        """log K without gradient, in float32 at least; −inf where K is 0."""
+        entries = self.tensor.detach()
+        return torch.log(entries.to(torch.promote_types(entries.dtype, torch.float32)))
 
     def attend(self, bias: Tensor, value: Tensor | None) -> Attended:
-        scores = self.tensor + bias[..., None, :]  # (*batch, N, N)
-        largest = scores.amax(-1, keepdim=True).detach()
+        scores = self._log + bias[..., None, :]  # (*batch, N, N)
+        largest = scores.detach().amax(-1, keepdim=True)
         largest = torch.where(largest == -torch.inf, 0, largest)  # a row without any weight
-        weights = torch.exp(scores - largest)
+        weights = torch.exp(scores - largest) + self._change(bias[..., None, :] - largest)
         total = weights.sum(-1)
-        lse = largest[..., 0] + torch.log(total)
+        is_empty = total == 0
+        divisor = torch.where(is_empty, 1, total)
+        lse = torch.where(is_empty, -torch.inf, largest[..., 0] + torch.log(divisor))
         if value is None:
             return Attended(None, lse)
-        weights = weights / torch.where(total == 0, 1, total)[..., None]
         with torch.autocast(self.tensor.device.type, enabled=False):
-            return Attended(weights.to(value.dtype) @ value, lse)
+            weights = weights / divisor[..., None]
+            dtype = torch.promote_types(weights.dtype, value.dtype)
+            return Attended((weights.to(dtype) @ value.to(dtype)).to(value.dtype), lse)
+
+    def _change(self, exponents: Tensor) -> Tensor | float:
+        """(K − K₀) e^x with K₀ = K: 0, whose derivative by K is e^x whether or not K is 0, where log K has none."""
+        if not (torch.is_grad_enabled() and self.tensor.requires_grad):
+            return 0.0
+        # Where K is 0 nothing bounds x. Beyond what a float holds, 0 · ∞ would be NaN.
+        most = math.log(torch.finfo(exponents.dtype).max) - 1
+        return (self.tensor - self.tensor.detach()) * torch.exp(exponents.clamp(max=most))

@@ -9,6 +9,7 @@ import math
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -104,10 +105,10 @@ class MixtureKernel(PointKernel):
         """
         if not hasattr(mixture, "covariances_"):
             raise ValueError("`mixture` should be fitted. Call `mixture.fit(points)` first.")
-        covariances = torch.as_tensor(mixture.covariances_)
+        covariances = mixture.covariances_
         if mixture.covariance_type == "tied":
-            covariances = covariances.expand(len(mixture.means_), -1, -1)
-        return cls(torch.as_tensor(mixture.means_), covariances, sigma, torch.as_tensor(mixture.weights_), **options)
+            covariances = np.broadcast_to(covariances, (len(mixture.means_), *covariances.shape))
+        return cls(mixture.means_, covariances, sigma, mixture.weights_, **options)
 
     def __repr__(self) -> str:
         *batch, N, d = self._means.shape

@@ -111,16 +111,18 @@ class _RadialKernel(PointKernel):
             chosen = partial(select, name=self._backend)
             clouds, score = self._base.clouds(self.sigma), self._profile.score
             return attend_by(chosen, *clouds, value, bias=bias, score=score, tol=self._tol, sigma=self.sigma)
+        # Values of 16 bits are averaged in the precision of the logarithms, and rounded once.
+        values = None if value is None else value.to(torch.promote_types(value.dtype, self.dtype))
         # A term adds at most w Σ e^b to a row. The largest come first, so that the least can be seen to add nothing.
         total = torch.logsumexp(bias.detach(), dim=-1, keepdim=True) - math.log(0.1 * self._tol / len(self._terms))
         whole: Attended | None = None
         for _, w, term in self._terms:
             if whole is None or (w + total > whole.lse).any():
-                out, lse = term.attend(bias, value)
+                out, lse = term.attend(bias, values)
                 part = Attended(out, lse + w)
                 whole = part if whole is None else merge(whole, part)
         assert whole is not None
-        return whole
+        return whole if value is None or whole.out is None else Attended(whole.out.to(value.dtype), whole.lse)
 
     def exact_lse(self, rows: Tensor, bias: Tensor) -> Tensor:
         return self._base.exact_lse(rows, bias, self._profile.score)
