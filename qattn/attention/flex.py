@@ -122,8 +122,10 @@ def _flex(inputs: Inputs, value: Tensor, sink: Tensor | None, lists: BlockLists 
     B, N, D = inputs.query.shape
     M = inputs.key.shape[1]
     score = inputs.score
-    sigma = None if inputs.sigma is None else inputs.sigma.to(inputs.dtype)
+    # Tensors of their own: the CPU kernel trips over shared ones.
+    sigma = None if inputs.sigma is None else inputs.sigma.to(inputs.dtype).clone()
     query, key = inputs.query.to(inputs.dtype), inputs.key.to(inputs.dtype)
+    key = key.clone() if key is query else key
     bias = inputs.key.new_zeros(B, M) if inputs.bias is None else inputs.bias.to(inputs.dtype)
 
     def pair(_: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
