@@ -80,7 +80,10 @@ class _RadialKernel(PointKernel):
 
     @cached_property
     def _terms(self) -> list[tuple[Tensor, Tensor, GaussianKernel]]:
-        """Bandwidths in units of σ, log weights from the largest down, and the Gaussian kernels that have them."""
+        """Bandwidths in units of σ, log weights from the largest down, and Gaussian kernels prepared for them.
+
+        They are made once, with or without gradients: `attend` gives them the tensors that have some.
+        """
         # A power of two, so that the sum does not change with every point that moves.
         reach = 2.0 ** math.ceil(math.log2(max(1.0, self._base.diameter / float(self.sigma.detach().amin()))))
         bandwidths, log_weights = (x.to(self.sigma) for x in self._profile.gaussians(reach, 0.4 * self._tol))
@@ -97,10 +100,9 @@ class _RadialKernel(PointKernel):
         return self._base.tensors
 
     def replace(self, *tensors: Tensor) -> "_RadialKernel":
-        points, sigma, *targets = tensors
         kernel = self._of(self._base.replace(*tensors))
-        if (points.device, points.dtype) == (self.device, self.points.dtype) and "_terms" in vars(self):
-            kernel._terms = [(s, w, term.replace(points, s * sigma, *targets)) for s, w, term in self._terms]
+        if (kernel.device, kernel.points.dtype) == (self.device, self.points.dtype) and "_terms" in vars(self):
+            kernel._terms = self._terms
         return kernel
 
     def at(self, points: Any) -> "_RadialKernel":
@@ -115,10 +117,11 @@ class _RadialKernel(PointKernel):
         values = None if value is None else value.to(torch.promote_types(value.dtype, self.dtype))
         # A term adds at most w Σ e^b to a row. The largest come first, so that the least can be seen to add nothing.
         total = torch.logsumexp(bias.detach(), dim=-1, keepdim=True) - math.log(0.1 * self._tol / len(self._terms))
+        points, sigma, *targets = self.tensors
         whole: Attended | None = None
-        for _, w, term in self._terms:
+        for s, w, term in self._terms:
             if whole is None or (w + total > whole.lse).any():
-                out, lse = term.attend(bias, values)
+                out, lse = term.replace(points, s * sigma, *targets).attend(bias, values)
                 part = Attended(out, lse + w)
                 whole = part if whole is None else merge(whole, part)
         assert whole is not None
