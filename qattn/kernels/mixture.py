@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from qattn import _checks
+from qattn._compiled import why_not_compiled
 from qattn.attended import Attended
 from qattn.attention import attend
 from qattn.kernels.base import PointKernel
@@ -74,6 +75,8 @@ class MixtureKernel(PointKernel):
             raise ValueError(
                 f'`method="tiles"` takes up to {DIMENSIONS} dimensions, and these means have {self._overlap.dims}.'
             )
+        if method == "tiles" and (reason := why_not_compiled()):
+            raise ValueError(f'`method="tiles"` cannot be used here: {reason}. Take `method="exact"`.')
 
     @classmethod
     def from_splats(
@@ -155,7 +158,8 @@ class MixtureKernel(PointKernel):
         if self._method != "auto":
             return self._method
         is_large = self.device.type == "cpu" or self.shape.numel() > _MOST_PAIRS
-        return "tiles" if is_large and self._overlap.dims <= DIMENSIONS else "exact"
+        can_tile = self._overlap.dims <= DIMENSIONS and why_not_compiled() is None
+        return "tiles" if is_large and can_tile else "exact"
 
     @property
     def shape(self) -> torch.Size:
