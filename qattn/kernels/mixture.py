@@ -15,6 +15,7 @@ from torch import Tensor
 
 from qattn import _checks
 from qattn._broadcasting import broadcast_shapes
+from qattn._compiled import why_not_compiled
 from qattn.attended import Attended
 from qattn.attention import attend
 from qattn.kernels.base import PointKernel
@@ -23,6 +24,7 @@ from qattn.kernels.prepared import attend_prepared
 
 __all__ = ["MixtureKernel"]
 
+_LOST = 30.0  # units in the last place that a score loses, times the condition of its covariance
 _MOST_PAIRS = 2**32  # that a GPU computes without leaving any out
 
 
@@ -74,6 +76,8 @@ class MixtureKernel(PointKernel):
             raise ValueError(
                 f'`method="tiles"` takes up to {DIMENSIONS} dimensions, and these means have {self._overlap.dims}.'
             )
+        if method == "tiles" and (reason := why_not_compiled()):
+            raise ValueError(f'`method="tiles"` cannot be used here: {reason}. Take `method="exact"`.')
 
     @classmethod
     def from_splats(
@@ -155,7 +159,8 @@ class MixtureKernel(PointKernel):
         if self._method != "auto":
             return self._method
         is_large = self.device.type == "cpu" or self.shape.numel() > _MOST_PAIRS
-        return "tiles" if is_large and self._overlap.dims <= DIMENSIONS else "exact"
+        can_tile = self._overlap.dims <= DIMENSIONS and why_not_compiled() is None
+        return "tiles" if is_large and can_tile else "exact"
 
     @property
     def shape(self) -> torch.Size:
@@ -184,16 +189,46 @@ class MixtureKernel(PointKernel):
         kernel.__dict__.pop("_engine", None)
         return kernel
 
+    @cached_property
+    def _is_stiff(self) -> bool:
+        """Whether covariances are so long for σ that scores in the dtype of the means would lose more than `tol`.
+
+        C⁻¹ has the condition number κ ≤ 1 + 2 tr Σ / σ², and elimination loses about κ units in the last place.
+        """
+        if self._overlap.kind != "full" or self._covariances.numel() == 0:
+            return False
+        trace = self._covariances.detach().double().diagonal(dim1=-2, dim2=-1).sum(-1).amax()
+        condition = 1 + 2 * float(trace) / float(self._sigma.detach().amin()) ** 2
+        return _LOST * torch.finfo(self.dtype).eps * condition > self._tol
+
+    @cached_property
+    def _lacking(self) -> Tensor:
+        """What the variances of each component lack to be above −σ²/4 in all directions, (*batch, N).
+
+        Rounding takes them below 0 by as much as a part in a million of the largest. Then C ≥ σ²/2 all the same.
+        """
+        covariances = self._covariances.detach().double()
+        least = torch.linalg.eigvalsh(0.5 * (covariances + covariances.mT))[..., 0]
+        return (-0.25 * self._sigma.detach().double().amin() ** 2 - least).clamp(min=0)
+
     @property
     def _embedded(self) -> tuple[Tensor, Tensor]:
-        """Queries (*batch, N, D) and keys (*batch, M, D); one object for a mixture and itself."""
-        means, covariances = self._means.to(self.dtype), self._covariances.to(self.dtype)
+        """Queries (*batch, N, D) and keys (*batch, M, D); one object for a mixture and itself.
+
+        Long and thin covariances need the digits of float64, which the compiled loop takes in any case.
+        """
+        in_double = self._is_stiff or (self.method == "tiles" and self.device.type == "cpu")
+        dtype = torch.float64 if in_double else self.dtype
+        means, covariances, sigma = (x.to(dtype) for x in (self._means, self._covariances, self._sigma))
+        if self._is_stiff:
+            identity = torch.eye(self._overlap.dims, dtype=dtype, device=covariances.device)
+            covariances = covariances + self._lacking.to(covariances)[..., None, None] * identity
         origin = means.detach().mean(-2, keepdim=True)  # small coordinates round less
-        key = self._overlap.embed(means - origin, covariances, self._sigma)
+        key = self._overlap.embed(means - origin, covariances, sigma)
         if self._targets is None:
             return key, key
         none = covariances.new_zeros(*self._targets.shape[:-1], *covariances.shape[self._means.ndim - 1 :])
-        return self._overlap.embed(self._targets.to(self.dtype) - origin, none, self._sigma), key
+        return self._overlap.embed(self._targets.to(dtype) - origin, none, sigma), key
 
     @cached_property
     def _engine(self) -> NearOverlaps:
@@ -209,8 +244,11 @@ class MixtureKernel(PointKernel):
     def attend(self, bias: Tensor, value: Tensor | None = None) -> Attended:
         query, key = self._embedded
         if self.method == "tiles":
-            return attend_prepared(self._engine, query, key, value, bias, self._tol, self._overlap)
-        return attend(query, key, value, bias=bias, score=self._overlap, tol=self._tol, backend=self._backend)
+            out, lse = attend_prepared(self._engine, query, key, value, bias, self._tol, self._overlap)
+        else:
+            options: dict[str, Any] = {"score": self._overlap, "tol": self._tol, "backend": self._backend}
+            out, lse = attend(query, key, value, bias=bias, **options)
+        return Attended(out, lse.to(torch.promote_types(self.dtype, bias.dtype)))
 
     def exact_lse(self, rows: Tensor, bias: Tensor) -> Tensor:
         exact = self.replace(*(tensor.detach().cpu().double() for tensor in self.tensors))
