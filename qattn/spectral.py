@@ -341,7 +341,7 @@ def _normalized(q: Diffusion) -> Diffusion:
     """The operator with rows that sum to one as exactly as its kernel can, if they are meant to."""
     if q.normalization == "row":
         left = -q.kernel.attend(q._right + log_of_mass(q._mass).expand(q.shape[-1])).lse
-        return Diffusion(q.kernel, q._mass, left, q._right, normalization="row", result=None, is_numpy=q._is_numpy)
+        return q._with(left=left)
     if q.normalization != "sinkhorn":
         return q
     goal = max(_ROUNDING * torch.finfo(q.kernel.dtype).eps, _NORMALIZED)
@@ -351,7 +351,7 @@ def _normalized(q: Diffusion) -> Diffusion:
     if not result.marginal_error <= q._error:  # an indefinite kernel, far from a solution
         return q
     left = result.potential
-    return Diffusion(q.kernel, q._mass, left, left, normalization="sinkhorn", result=result, is_numpy=q._is_numpy)
+    return q._with(left=left, right=left, result=result)
 
 
 def _all(s: _Symmetric, k: int) -> Spectrum:
