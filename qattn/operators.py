@@ -240,7 +240,7 @@ class Diffusion(_Operator):
 
     def _with(self, **changed: Any) -> "Diffusion":
         """A copy with other parts, by the names of the arguments; without what was `applied`."""
-        parts = {
+        parts: dict[str, Any] = {
             "kernel": self.kernel,
             "mass": self._mass,
             "left": self._left,
