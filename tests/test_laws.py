@@ -270,3 +270,14 @@ def test_spectrum(case, normalization):
         values = torch.linalg.eigvalsh(root[:, None] * dense / root)
         assert values[0] > -10 * tol
         assert values[-1] < 1 + 10 * tol
+
+
+def test_masses(case):
+    """A kernel's own masses have sum 1, and are equal unless it comes with others; those that are given take over."""
+    kernel = case.make(**tensors_of(case, SINGLE))
+    mass = diffusion(kernel, tol=1e-2).mass.expand(case.size)
+    weights = case.tensors.get("weights")
+    expected = torch.full((case.size,), 1 / case.size, dtype=DOUBLE) if weights is None else weights[weights > 0]
+    close(mass, expected / expected.sum(), 1e-6)
+    given = masses(case, SINGLE)
+    torch.testing.assert_close(diffusion(kernel, mass=given, tol=1e-2).mass, given)

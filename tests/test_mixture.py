@@ -450,3 +450,16 @@ def test_needles_in_float64(method, sigma):
     lse = MixtureKernel(means, covariances, sigma, method=method).attend(torch.zeros(200).double()).lse
     exact = dense_log_kernel(means, covariances, sigma).logsumexp(1)
     torch.testing.assert_close(lse, exact, rtol=0, atol=1e-14 * (100 / sigma) ** 2)
+
+
+def test_a_mixture_of_one_shape_is_close_to_its_cloud():
+    """Samples of a mixture, diffused, are the mixture, diffused."""
+    torch.manual_seed(0)
+    means, scale = ball(40), 0.2
+    samples = (means[:, None] + scale * torch.randn(40, 500, 3).double()).reshape(-1, 3)
+    by_cloud = diffusion(samples, 0.5, normalization="none") @ torch.ones(20_000).double()
+    by_mixture = diffusion(MixtureKernel(means, torch.full((40,), scale**2), 0.5), normalization="none")
+    found = by_mixture @ torch.ones(40).double()
+    # ∫ over both: the mean of a component's samples is its overlap, with σ and the scales added.
+    expected = by_cloud.reshape(40, 500).mean(1)
+    torch.testing.assert_close(found, expected, rtol=0.05, atol=0)
