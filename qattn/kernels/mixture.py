@@ -6,7 +6,7 @@ semidefinite. Without the determinant, which is not of the form a_i a_j and so i
 """
 
 import math
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -17,9 +17,10 @@ from qattn import _checks
 from qattn._broadcasting import broadcast_shapes
 from qattn.attended import Attended
 from qattn.attention import attend
+from qattn.attention.dispatch import select
 from qattn.kernels.base import PointKernel
 from qattn.kernels.overlap import DIMENSIONS, NearOverlaps, Overlap
-from qattn.kernels.prepared import attend_prepared
+from qattn.kernels.prepared import attend_folded, attend_prepared
 
 __all__ = ["MixtureKernel"]
 
@@ -184,20 +185,25 @@ class MixtureKernel(PointKernel):
         kernel.__dict__.pop("_engine", None)
         return kernel
 
-    @property
-    def _embedded(self) -> tuple[Tensor, Tensor]:
-        """Queries (*batch, N, D) and keys (*batch, M, D); one object for a mixture and itself."""
-        means, covariances = self._means.to(self.dtype), self._covariances.to(self.dtype)
-        origin = means.detach().mean(-2, keepdim=True)  # small coordinates round less
-        key = self._overlap.embed(means - origin, covariances, self._sigma)
+    def _embedded(self, dtype: torch.dtype, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Queries (*batch, N, D) and keys (*batch, M, D); one object for a mixture and itself.
+
+        About the mean of those that a bias leaves in: small coordinates round less, and others may be far away.
+        """
+        means, covariances, sigma = (x.to(dtype) for x in (self._means, self._covariances, self._sigma))
+        is_present = means.new_ones(means.shape[:-1], dtype=torch.bool)
+        if bias is not None:
+            is_present = (bias > -torch.inf).any(-2) if sigma.ndim else bias > -torch.inf
+        origin = self.ranks.mean(torch.where(is_present, 0.0, -torch.inf).to(dtype), means.detach())
+        key = self._overlap.embed(means - origin, covariances, sigma)
         if self._targets is None:
             return key, key
         none = covariances.new_zeros(*self._targets.shape[:-1], *covariances.shape[self._means.ndim - 1 :])
-        return self._overlap.embed(self._targets.to(self.dtype) - origin, none, self._sigma), key
+        return self._overlap.embed(self._targets.to(dtype) - origin, none, sigma), key
 
     @cached_property
     def _engine(self) -> NearOverlaps:
-        query, key = self._embedded
+        query, key = self._embedded(torch.float64)
         batch = self.shape[:-2]
 
         def flat(x: Tensor) -> Tensor:
@@ -207,14 +213,14 @@ class MixtureKernel(PointKernel):
         return NearOverlaps(self._overlap, keys if query is key else flat(query), keys)
 
     def attend(self, bias: Tensor, value: Tensor | None = None) -> Attended:
-        query, key = self._embedded
+        query, key = self._embedded(self.dtype, bias.detach())
         if self.method == "tiles":
             return attend_prepared(self._engine, query, key, value, bias, self._tol, self._overlap)
-        return attend(query, key, value, bias=bias, score=self._overlap, tol=self._tol, backend=self._backend)
+        return attend_folded(partial(select, name=self._backend), query, key, value, bias, self._tol, self._overlap)
 
     def exact_lse(self, rows: Tensor, bias: Tensor) -> Tensor:
         exact = self.replace(*(tensor.detach().cpu().double() for tensor in self.tensors))
-        query, key = exact._embedded
+        query, key = exact._embedded(torch.float64)
         bias = bias.detach().cpu().double()
         return attend(query[..., rows, :], key, bias=bias, score=self._overlap, backend="reference").lse
 

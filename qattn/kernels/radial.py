@@ -13,10 +13,10 @@ from torch import Tensor
 
 from qattn import _checks
 from qattn.attended import Attended, merge
-from qattn.attention.api import attend_by
 from qattn.attention.dispatch import select
 from qattn.kernels.base import PointKernel
 from qattn.kernels.gaussian import GaussianKernel
+from qattn.kernels.prepared import attend_folded
 from qattn.kernels.profiles import Matern, Profile, RationalQuadratic
 
 __all__ = ["ExponentialKernel", "MaternKernel", "RationalQuadraticKernel"]
@@ -80,11 +80,14 @@ class _RadialKernel(PointKernel):
 
     @cached_property
     def _terms(self) -> list[tuple[Tensor, Tensor, GaussianKernel]]:
-        """Bandwidths in units of σ, log weights from the largest down, and the Gaussian kernels that have them."""
+        """Bandwidths in units of σ, log weights from the largest down, and the Gaussian kernels that have them.
+
+        These are kept, and so without gradient by σ, which each attend gives them.
+        """
         # A power of two, so that the sum does not change with every point that moves.
         reach = 2.0 ** math.ceil(math.log2(max(1.0, self._base.diameter / float(self.sigma.detach().amin()))))
         bandwidths, log_weights = (x.to(self.sigma) for x in self._profile.gaussians(reach, 0.4 * self._tol))
-        kernels = [self._base.with_sigma(s * self.sigma) for s in bandwidths]
+        kernels = [self._base.with_sigma(s * self.sigma.detach()) for s in bandwidths]
         terms = zip(bandwidths, log_weights, kernels, strict=True)
         return sorted(terms, key=lambda term: float(term[1]), reverse=True)
 
@@ -97,10 +100,9 @@ class _RadialKernel(PointKernel):
         return self._base.tensors
 
     def replace(self, *tensors: Tensor) -> "_RadialKernel":
-        points, sigma, *targets = tensors
         kernel = self._of(self._base.replace(*tensors))
-        if (points.device, points.dtype) == (self.device, self.points.dtype) and "_terms" in vars(self):
-            kernel._terms = [(s, w, term.replace(points, s * sigma, *targets)) for s, w, term in self._terms]
+        if (kernel.device, kernel.points.dtype) == (self.device, self.points.dtype) and "_terms" in vars(self):
+            kernel._terms = self._terms
         return kernel
 
     def at(self, points: Any) -> "_RadialKernel":
@@ -110,15 +112,16 @@ class _RadialKernel(PointKernel):
         if self.method == "exact":
             chosen = partial(select, name=self._backend)
             clouds, score = self._base.clouds(self.sigma), self._profile.score
-            return attend_by(chosen, *clouds, value, bias=bias, score=score, tol=self._tol, sigma=self.sigma)
+            return attend_folded(chosen, *clouds, value, bias, self._tol, score, self.sigma)
         # Values of 16 bits are averaged in the precision of the logarithms, and rounded once.
         values = None if value is None else value.to(torch.promote_types(value.dtype, self.dtype))
         # A term adds at most w Σ e^b to a row. The largest come first, so that the least can be seen to add nothing.
         total = torch.logsumexp(bias.detach(), dim=-1, keepdim=True) - math.log(0.1 * self._tol / len(self._terms))
+        points, sigma, *targets = self.tensors
         whole: Attended | None = None
-        for _, w, term in self._terms:
+        for s, w, term in self._terms:
             if whole is None or (w + total > whole.lse).any():
-                out, lse = term.attend(bias, values)
+                out, lse = term.replace(points, s * sigma, *targets).attend(bias, values)
                 part = Attended(out, lse + w)
                 whole = part if whole is None else merge(whole, part)
         assert whole is not None
