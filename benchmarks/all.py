@@ -13,7 +13,17 @@ from pathlib import Path
 
 from _measure import RESULTS, environment
 
-SCRIPTS = ("attention", "normalize", "methods", "million", "modalities", "spectra", "layers", "distributed")
+SCRIPTS = (
+    "attention",
+    "normalize",
+    "methods",
+    "million",
+    "modalities",
+    "spectra",
+    "layers",
+    "gradients",
+    "distributed",
+)
 
 
 def main():

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import pickle
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterable
@@ -13,18 +14,28 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["compiled", "share"]
+__all__ = ["compiled", "share", "why_not_compiled"]
 
 Task = TypeVar("Task")
+
+
+def why_not_compiled() -> str | None:
+    """Why functions are not compiled, if they are not: then those that are written in registers cannot run at all."""
+    numba = sys.modules.get("numba")  # importing it takes a while
+    is_off = numba.config.DISABLE_JIT if numba else os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0")
+    return "Numba's compiler is turned off, by NUMBA_DISABLE_JIT" if is_off else None
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function compiled by Numba on its first call, without Python's lock, and kept on disk where that is allowed.
 
     Numba finds a stale file by the date of the function's own source alone: what it calls from other files should be
-    in its closure, by a checksum.
+    in its closure, by a checksum. Where Numba's compiler is turned off, it is the function itself.
     """
     from numba import njit  # here, because importing it takes a while
+
+    if why_not_compiled():
+        return function
 
     try:
         kept = njit(nogil=True, cache=True, error_model="numpy")(function)

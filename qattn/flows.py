@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from qattn import _checks
-from qattn._compiled import share
+from qattn._compiled import share, why_not_compiled
 from qattn._eager import eager
 from qattn._nearest import nearest
 from qattn._progress import Progress
@@ -204,7 +204,8 @@ def _sums(x: Tensor, y: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     scale = torch.maximum(x.abs().amax((-2, -1)), y.abs().amax((-2, -1)))  # (B,)
     scale = torch.where(scale > 0, scale, 1)
     x, y = x / scale[:, None, None], y / scale[:, None, None]
-    u, g = (_compiled_sums if x.device.type == "cpu" else _chunked_sums)(x, y, w)
+    is_compiled = x.device.type == "cpu" and why_not_compiled() is None
+    u, g = (_compiled_sums if is_compiled else _chunked_sums)(x, y, w)
     return (u * scale[:, None]).reshape(*batch, N), g.reshape(*batch, N, d)
 
 

@@ -240,33 +240,27 @@ class Diffusion(_Operator):
         """The operator on another device or in another dtype, as `Tensor.to` has it; without what was `applied`."""
         mass, left, right = (tensor.to(*args, **kwargs) for tensor in (self._mass, self._left, self._right))
         kernel = self.kernel.replace(*(tensor.to(*args, **kwargs) for tensor in self.kernel.tensors))
-        result = self._result.to(kernel.device)
-        return Diffusion(
-            kernel,
-            mass,
-            left,
-            right,
-            normalization=self.normalization,
-            result=result,
-            is_numpy=self._is_numpy,
-            keeps_constants=self._keeps_constants,
-        )
+        return self._with(kernel=kernel, mass=mass, left=left, right=right, result=self._result.to(kernel.device))
+
+    def _with(self, **changed: Any) -> "Diffusion":
+        """A copy with other parts, by the names of the arguments; without what was `applied`."""
+        parts: dict[str, Any] = {
+            "kernel": self.kernel,
+            "mass": self._mass,
+            "left": self._left,
+            "right": self._right,
+            "normalization": self.normalization,
+            "result": self._result,
+            "is_numpy": self._is_numpy,
+            "keeps_constants": self._keeps_constants,
+        }
+        return Diffusion(**parts | changed)
 
     def for_channels(self, channels: int) -> "Diffusion":
         """The operator by whatever method applies it cheapest to many channels, again and again."""
         if not isinstance(self.kernel, GaussianPoints):
             return self
-        kernel = self.kernel.for_channels(channels)
-        return Diffusion(
-            kernel,
-            self._mass,
-            self._left,
-            self._right,
-            normalization=self.normalization,
-            result=self._result,
-            is_numpy=self._is_numpy,
-            keeps_constants=self._keeps_constants,
-        )
+        return self._with(kernel=self.kernel.for_channels(channels))
 
 
 class _Transpose(_Operator):

@@ -27,7 +27,7 @@ _WIDTH = 7.0  # energies that a window is wide, as Aubry et al. have it
 
 def heat_kernel_signature(
     frequencies: Any, spectrum: Spectrum, times: Any = None, *, count: int = 16, scaled: bool = False
-) -> Tensor:
+) -> Any:
     r"""HKS_i(t) = Σ_l e^{−tμ_l} φ_l(i)², the heat that stays at a point (Sun et al. 2009).
 
     Args:
@@ -41,7 +41,7 @@ def heat_kernel_signature(
             shape is then 1.
 
     Returns:
-        Signatures of shape (N, T).
+        Signatures of shape (N, T), an array if the spectrum holds arrays.
 
     Example:
         >>> vectors = torch.tensor([[1.0, 1.0], [1.0, -1.0]])
@@ -50,7 +50,8 @@ def heat_kernel_signature(
         tensor([[2., 1.],
                 [2., 1.]])
     """
-    mu = _checks.frequencies("frequencies", frequencies, spectrum.vectors)
+    vectors = spectrum.to_torch().vectors
+    mu = _checks.frequencies("frequencies", frequencies, vectors)
     if times is None:
         positive = mu[~_is_zero(mu)]
         _checks.frequencies_suffice(positive, 1)
@@ -61,10 +62,10 @@ def heat_kernel_signature(
     decay = torch.exp(-t * mu.clamp(min=0)[:, None])  # (k, T)
     if scaled:
         decay = decay / decay.sum(0)
-    return spectrum.vectors.square() @ decay
+    return spectrum.as_held(vectors.square() @ decay)
 
 
-def wave_kernel_signature(frequencies: Any, spectrum: Spectrum, *, count: int = 128) -> Tensor:
+def wave_kernel_signature(frequencies: Any, spectrum: Spectrum, *, count: int = 128) -> Any:
     r"""WKS_i(e) = Σ_l w_l φ_l(i)², w_l = exp(−(e − log μ_l)² / 2s²) / C_e, Σ_l w_l = 1 (Aubry et al. 2011).
 
     The chance to meet at a point a quantum particle of an energy about e. Heat tells most of large parts of a shape,
@@ -78,7 +79,7 @@ def wave_kernel_signature(frequencies: Any, spectrum: Spectrum, *, count: int = 
             s = 7 (log μ_k − log μ_1) / n.
 
     Returns:
-        Signatures of shape (N, n), whose means over the shape are 1.
+        Signatures of shape (N, n), whose means over the shape are 1; an array if the spectrum holds arrays.
 
     Example:
         >>> vectors = torch.tensor([[1.0, 0.0, 1.5], [1.0, 1.4, 0.0], [1.0, -1.4, 0.0]])
@@ -86,7 +87,8 @@ def wave_kernel_signature(frequencies: Any, spectrum: Spectrum, *, count: int = 
         >>> wave_kernel_signature([0.0, 1.0, 2.0], three).shape
         torch.Size([3, 128])
     """
-    mu = _checks.frequencies("frequencies", frequencies, spectrum.vectors)
+    vectors = spectrum.to_torch().vectors
+    mu = _checks.frequencies("frequencies", frequencies, vectors)
     is_positive = ~_is_zero(mu)
     _checks.frequencies_suffice(mu[is_positive].detach().unique(), 2)
     log_mu = torch.log(mu[is_positive])
@@ -95,7 +97,7 @@ def wave_kernel_signature(frequencies: Any, spectrum: Spectrum, *, count: int = 
     energies = low + (high - low) * _steps(count, mu)
     # By softmax, as all windows about an energy in a wide gap of the spectrum can be 0.
     weights = torch.softmax(-0.5 * ((energies - log_mu[:, None]) / width) ** 2, dim=0)  # (l, n)
-    return spectrum.vectors[:, is_positive].square() @ weights
+    return spectrum.as_held(vectors[:, is_positive].square() @ weights)
 
 
 def _is_zero(frequencies: Tensor) -> Tensor:

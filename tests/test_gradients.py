@@ -148,11 +148,15 @@ def test_derivatives_by_the_bandwidth_alone(method, channels):
         )  # fmt: skip
 
 
-def test_the_bandwidth_alone_spares_a_pass(monkeypatch):
-    """Backward by σ and values is one pass with one channel more than the values, where points need four times that."""
-    widths = []
-    attend = Native.attend
-    monkeypatch.setattr(Native, "attend", lambda self, inputs: widths.append(inputs.channels) or attend(self, inputs))
-    sigma, value = torch.tensor(0.3, requires_grad=True), torch.randn(50, 8, requires_grad=True)
-    GaussianKernel(torch.rand(50, 3), sigma).attend(torch.zeros(50), value).out.square().sum().backward()
-    assert widths == [9]
+def test_passes_of_a_backward(monkeypatch):
+    """By bandwidth and values: one pass for each. By points: one over the keys and one over the queries."""
+    passes = []
+    attend, differentiate = Native.attend, Native.differentiate
+    monkeypatch.setattr(Native, "attend", lambda self, inputs: passes.append(inputs.channels) or attend(self, inputs))
+    monkeypatch.setattr(Native, "differentiate", lambda *args: passes.append("derivatives") or differentiate(*args))
+    points, sigma, value = torch.rand(50, 3), torch.tensor(0.3, requires_grad=True), torch.randn(50, 8)
+    GaussianKernel(points, sigma).attend(torch.zeros(50), value.requires_grad_()).out.square().sum().backward()
+    assert passes == [8, 8, "derivatives"]
+    passes.clear()
+    GaussianKernel(points.requires_grad_(), sigma).attend(torch.zeros(50), value).out.square().sum().backward()
+    assert passes == [8, 8, "derivatives", "derivatives"]

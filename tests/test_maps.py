@@ -133,6 +133,29 @@ def test_a_fit_does_not_depend_on_units():
     torch.testing.assert_close(again, C)
 
 
+@pytest.mark.parametrize("weight", [1.0, 1e-3])
+def test_maps_by_signatures_in_float32(weight):
+    """Heat kernel signatures are nearly dependent: against all equations at once, by an SVD in float64."""
+    (mu, source), (nu, target) = (dense_spectrum(creature(300, seed), 0.2, 20) for seed in (0, 1))
+    single = [Spectrum(*(x.float() for x in vars(s).values() if x is not s.ranks)) for s in (source, target)]
+    F, G = (heat_kernel_signature(m.float(), s, scaled=True) for m, s in zip((mu, nu), single, strict=True))
+    C = fit_functional_map(*single, F, G, frequencies=(mu.float(), nu.float()), weight=weight)
+
+    A, B = (s.vectors.double().T @ (s.mass[:, None] * f).double() for s, f in zip(single, (F, G), strict=True))
+    largest = torch.maximum(mu[-1], nu[-1])
+    a, b = (nu.float().double() / largest).clamp(min=1e-16), (mu.float().double() / largest).clamp(min=1e-16)
+    root = (a.sqrt()[:, None] - b.sqrt()) / ((1 + a[:, None]) * (1 + b)).sqrt()
+    unit = (A.square().sum() / 20) ** 0.5
+    ridge = (20 * 9.1e-13) ** 0.5 * torch.eye(20).double()
+    expected = []
+    for row, y in zip(root, B, strict=True):
+        M = torch.cat([A.T, unit * weight**0.5 * torch.diag(row), unit * ridge])
+        expected.append(torch.linalg.lstsq(M, torch.cat([y, torch.zeros(40)]).double(), driver="gelsd").solution)
+    expected = torch.stack(expected)
+    assert float(torch.linalg.cond(A)) > 1e5
+    assert float((C - expected).norm() / expected.norm()) < 1e-4
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_functions_that_no_feature_tells_of(dtype):
     mu, spectrum = dense_spectrum(creature(100), 0.3, 10)
@@ -250,3 +273,22 @@ def fit(F_s=F_S, F_t=F_T, frequencies=(MU, MU), **options):
 def test_wrong_input(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_arrays_in_arrays_out():
+    mu, spectrum = dense_spectrum(creature(60), 0.4, 6)
+    arrays = spectrum.to_numpy()
+    index, F = np.arange(60)[::-1], arrays.vectors[:, :4]
+    for name, made, same in (
+        ("functional_map", functional_map(arrays, arrays, index), functional_map(spectrum, spectrum, index.copy())),
+        (
+            "fit_functional_map",
+            fit_functional_map(arrays, arrays, F, F, frequencies=(mu.numpy(), mu.numpy())),
+            fit_functional_map(spectrum, spectrum, F, F, frequencies=(mu, mu)),
+        ),
+        ("point_map", point_map(arrays, arrays, np.eye(6)), point_map(spectrum, spectrum, torch.eye(6))),
+        ("zoomout", *(zoomout(s, s, index, start=3, stop=6)[1] for s in (arrays, spectrum))),
+    ):
+        assert isinstance(made, np.ndarray), name
+        assert isinstance(same, torch.Tensor), name
+        np.testing.assert_array_equal(made, same.numpy())

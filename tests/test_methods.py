@@ -304,7 +304,7 @@ def test_fourier_adds_digits_where_rows_sum_to_little(few):
     torch.testing.assert_close(lse, dense(points / 0.7, points / 0.7, bias=bias)[1], rtol=0, atol=1e-3)
     engine = kernel._methods.groups[0][1]
     assert isinstance(engine, Fourier)
-    assert engine._products[0].error < fourier.first_error(1e-3, 1.0, 1.0)
+    assert engine._products[0, False].error < fourier.first_error(1e-3, 1.0, 1.0)
 
 
 def test_plans_are_kept_between_passes(monkeypatch):

@@ -1,6 +1,7 @@
 """Mixtures: the overlaps of Gaussians, by the definition, in every dimension, form and method."""
 
 import copy
+import math
 import pickle
 import subprocess
 import sys
@@ -371,3 +372,94 @@ def test_what_a_kernel_prints():
         "MixtureKernel(2 × 9 isotropic Gaussians in 1 dimension, sigma=2 bandwidths, form='equation 5', method='exact')"
     )
     assert repr(kernel) == expected
+
+
+def needles(n, dtype, length=100.0):
+    """Means, and covariances of one long direction each, in which rounding is as large as σ² is small."""
+    u = torch.nn.functional.normalize(torch.randn(n, 3), dim=-1).to(dtype)
+    return 20 * torch.rand(n, 3).to(dtype), length**2 * u[:, :, None] * u[:, None]
+
+
+def dense_log_kernel(means, covariances, sigma):
+    """log K in float64 by Cholesky's factors, of the numbers that are given."""
+    covariances = 0.5 * (covariances.double() + covariances.double().mT)
+    C = float(sigma) ** 2 * torch.eye(3).double() + covariances[:, None] + covariances
+    L = torch.linalg.cholesky(C)
+    apart = (means.double()[:, None] - means.double())[..., None]
+    form = torch.linalg.solve_triangular(L, apart, upper=False).square().sum((-2, -1))
+    return -0.5 * form - L.diagonal(dim1=-2, dim2=-1).log().sum(-1) + 3 * math.log(float(sigma))
+
+
+@pytest.mark.parametrize("sigma", [0.1, 0.55, 5.0])
+@pytest.mark.parametrize("method", ["exact", "tiles"])
+def test_needles_in_float32(method, sigma):
+    """Covariances of 1e4 beside σ² ≤ 1: what is given in float32 is computed with in float64."""
+    means, covariances = needles(250, torch.float32)
+    kernel = MixtureKernel(means, covariances, sigma, method=method, tol=1e-5)
+    log_kernel = dense_log_kernel(means, covariances, kernel.sigma)
+    bias, value = torch.randn(250), torch.randn(250, 3)
+    out, lse = kernel.attend(bias, value)
+    assert (out.dtype, lse.dtype) == (torch.float32, torch.float32)
+    scores = log_kernel + bias.double()
+    torch.testing.assert_close(lse.double(), scores.logsumexp(1), rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(out.double(), scores.softmax(1) @ value.double(), rtol=0, atol=1e-5)
+    assert float(kernel.error()) < 1e-5
+    q = diffusion(kernel, tol=1e-5)
+    assert q.converged
+    f = torch.as_tensor(q.potential).double()
+    rows = f + (log_kernel + f - math.log(250)).logsumexp(1)
+    assert float(torch.expm1(rows).abs().mean()) < 2e-5
+
+
+@pytest.mark.parametrize("method", ["exact", "tiles"])
+def test_gradients_of_needles_in_float32(method):
+    """Those of the dense float64 kernel, relative to the largest of each: cancellation is not seen."""
+    means, covariances = needles(60, torch.float32)
+    sigma, value, weight = torch.tensor(0.55), torch.randn(60, 2), torch.randn(60, 2)
+
+    def loss(out, lse):
+        return (out * weight.to(out)).sum() + lse.sum()
+
+    inputs = [x.clone().requires_grad_() for x in (means, covariances, sigma)]
+    loss(*MixtureKernel(*inputs, method=method, tol=1e-5).attend(torch.zeros(60), value)).backward()
+    x, S, s = (x.double().requires_grad_() for x in (means, covariances, sigma))
+    C = s**2 * torch.eye(3).double() + 0.5 * ((S + S.mT)[:, None] + S + S.mT)
+    L = torch.linalg.cholesky(C)
+    form = torch.linalg.solve_triangular(L, (x[:, None] - x)[..., None], upper=False).square().sum((-2, -1))
+    scores = -0.5 * form - L.diagonal(dim1=-2, dim2=-1).log().sum(-1) + 3 * s.log()
+    loss(scores.softmax(1) @ value.double(), scores.logsumexp(1)).backward()
+    for found, exact in zip(inputs, (x, S, s), strict=True):
+        largest = float(exact.grad.abs().max())
+        torch.testing.assert_close(found.grad.double(), exact.grad, rtol=1e-4, atol=1e-5 * largest)
+
+
+@pytest.mark.parametrize("method", ["exact", "tiles"])
+def test_needles_whose_rounding_is_more_than_the_bandwidth(method):
+    """float32 leaves negative variances of σ² and more: results stay finite, and keep constants."""
+    means, covariances = needles(200, torch.float32)
+    q = diffusion(MixtureKernel(means, covariances, 0.01, method=method), tol=1e-4)
+    assert q.converged
+    torch.testing.assert_close(q @ torch.ones(200), torch.ones(200), rtol=0, atol=1e-2)
+
+
+@pytest.mark.parametrize("sigma", [0.1, 0.01, 0.001])
+@pytest.mark.parametrize("method", ["exact", "tiles"])
+def test_needles_in_float64(method, sigma):
+    """As many digits are lost as needles are longer than wide, squared: 1e10 of 1e16 for the last."""
+    means, covariances = needles(200, torch.float64)
+    lse = MixtureKernel(means, covariances, sigma, method=method).attend(torch.zeros(200).double()).lse
+    exact = dense_log_kernel(means, covariances, sigma).logsumexp(1)
+    torch.testing.assert_close(lse, exact, rtol=0, atol=1e-14 * (100 / sigma) ** 2)
+
+
+def test_a_mixture_of_one_shape_is_close_to_its_cloud():
+    """Samples of a mixture, diffused, are the mixture, diffused."""
+    torch.manual_seed(0)
+    means, scale = ball(40), 0.2
+    samples = (means[:, None] + scale * torch.randn(40, 500, 3).double()).reshape(-1, 3)
+    by_cloud = diffusion(samples, 0.5, normalization="none") @ torch.ones(20_000).double()
+    by_mixture = diffusion(MixtureKernel(means, torch.full((40,), scale**2), 0.5), normalization="none")
+    found = by_mixture @ torch.ones(40).double()
+    # ∫ over both: the mean of a component's samples is its overlap, with σ and the scales added.
+    expected = by_cloud.reshape(40, 500).mean(1)
+    torch.testing.assert_close(found, expected, rtol=0.05, atol=0)

@@ -1,6 +1,7 @@
 """What is particular to the compiled loop: threads, forks, its cache."""
 
 import multiprocessing
+import os
 import subprocess
 import sys
 import time
@@ -169,3 +170,39 @@ def test_keys_so_far_that_rounding_exceeds_one(dtype, distance):
     _, expected = dense(query, key)
     torch.testing.assert_close(lse.double(), expected, rtol=1e-5, atol=0)
     torch.testing.assert_close(out, torch.ones_like(out))
+
+
+_WITHOUT_COMPILER = """
+import torch, qattn
+
+points, signal = torch.rand(900, 3, dtype=torch.float64), torch.randn(900, 2, dtype=torch.float64)
+K = torch.exp(-((points[:, None] - points) ** 2).sum(-1) / (2 * 0.3**2))
+weights = K / K.sum(1, keepdim=True)
+q = qattn.diffusion(points, 0.3, normalization="row")
+torch.testing.assert_close(q @ signal, weights @ signal)
+mixture = qattn.MixtureKernel(points, torch.zeros(900), 0.3)
+torch.testing.assert_close(mixture.attend(torch.zeros(900).double(), signal).out, weights @ signal)
+assert len(qattn.eigsh(q, 3)) == 3
+distances = (points[:, None] - points - 1).norm(dim=-1).mean() - (points[:, None] - points).norm(dim=-1).mean()
+torch.testing.assert_close(qattn.flows.energy_distance(points, points + 1), distances)
+for call in (
+    lambda: qattn.attend(points, points, backend="native"),
+    lambda: qattn.GaussianKernel(points, 0.3, method="tiles"),
+    lambda: qattn.MixtureKernel(points, torch.zeros(900), 0.3, method="tiles"),
+):
+    try:
+        call()
+    except (NotImplementedError, ValueError) as error:
+        assert "Numba's compiler is turned off, by NUMBA_DISABLE_JIT" in str(error)
+    else:
+        raise AssertionError("nothing was said")
+"""
+
+
+def test_without_a_compiler_others_serve():
+    """And what needs one says so."""
+    environment = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", _WITHOUT_COMPILER], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

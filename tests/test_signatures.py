@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from cases import dense_spectrum, sphere
@@ -144,3 +145,11 @@ MU, CIRCLE = circle(10, 2)
 def test_wrong_input(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_arrays_in_arrays_out():
+    mu, spectrum = dense_spectrum(sphere(80), 0.4, 6)
+    for signature in (heat_kernel_signature, wave_kernel_signature):
+        made = signature(mu.numpy(), spectrum.to_numpy())
+        assert isinstance(made, np.ndarray)
+        np.testing.assert_array_equal(made, signature(mu, spectrum).numpy())

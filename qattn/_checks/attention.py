@@ -15,6 +15,11 @@ def attention_arguments(
     query: Tensor, key: Tensor, value: Tensor | None, bias: Tensor | None, tol: float
 ) -> torch.Size:
     """Checks the arguments of `attend` and returns their common batch shape."""
+    if any(x is not None and torch._C._functorch.is_functorch_wrapped_tensor(x) for x in (query, key, value, bias)):
+        raise NotImplementedError(
+            "qattn does not run inside torch.func (vmap, grad, jacrev, jvp). Give batches as leading axes, and "
+            "differentiate with torch.autograd: `torch.autograd.grad` or `torch.autograd.functional.jacobian`."
+        )
     floating_tensor("query", query, 2, "(*batch, N, D)")
     floating_tensor("key", key, 2, "(*batch, M, D)")
     D, M = query.shape[-1], key.shape[-2]

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["floating", "integer", "not_negative", "one_of", "positive"]
+__all__ = ["as_tensor", "floating", "integer", "not_negative", "one_of", "positive"]
 
 
 def shape_of(tensor: Tensor) -> str:

@@ -15,6 +15,7 @@ __all__ = [
     "point_map",
     "sizes_of_bases",
     "times",
+    "vectors",
     "whole_part",
 ]
 
@@ -28,6 +29,15 @@ def whole_part(t: float, spectrum: Any) -> int:
             "`q.power(t, signal, spectrum=qattn.eigsh(q, k))`."
         )
     return int(t)
+
+
+def vectors(name: str, numbers: Any, like: Tensor) -> Tensor:
+    """Vectors (N, n) to start from, of the dtype and on the device of one (N,)."""
+    tensor = as_tensor(name, numbers)
+    if tensor.ndim != 2 or len(tensor) != len(like):
+        raise ValueError(f"`{name}` should be a spectrum or vectors of shape ({len(like)}, n); got {shape_of(tensor)}.")
+    finite(name, tensor, "Start without it.")
+    return tensor.to(like)
 
 
 def frequencies(name: str, numbers: Any, vectors: Tensor) -> Tensor:

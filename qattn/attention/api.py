@@ -136,4 +136,4 @@ def _far_rows(is_self: bool, bias: Tensor | None, lse: Tensor, tol: float) -> Te
         return torch.zeros(0, dtype=torch.long, device=lse.device)
     top = 0.0 if bias is None else bias.amax(-1, keepdim=True)
     far = (lse > -torch.inf) & (lse < top - max(_FAR, tol / (8 * torch.finfo(torch.float32).eps)))
-    return far.reshape(-1, far.shape[-1]).any(0).nonzero()[:, 0]
+    return far.reshape(lse.shape[:-1].numel(), lse.shape[-1]).any(0).nonzero()[:, 0]

@@ -122,9 +122,11 @@ def _flex(inputs: Inputs, value: Tensor, sink: Tensor | None, lists: BlockLists 
     B, N, D = inputs.query.shape
     M = inputs.key.shape[1]
     score = inputs.score
-    sigma = None if inputs.sigma is None else inputs.sigma.to(inputs.dtype)
-    query, key = inputs.query.to(inputs.dtype), inputs.key.to(inputs.dtype)
-    bias = inputs.key.new_zeros(B, M) if inputs.bias is None else inputs.bias.to(inputs.dtype)
+    # Tensors of their own, without gradients: the CPU kernel trips over shared ones, and Dynamo over those of a graph.
+    sigma = None if inputs.sigma is None else inputs.sigma.detach().to(inputs.dtype).clone()
+    query, key = inputs.query.detach().to(inputs.dtype), inputs.key.detach().to(inputs.dtype)
+    key = key.clone() if inputs.key is inputs.query else key
+    bias = inputs.key.new_zeros(B, M) if inputs.bias is None else inputs.bias.detach().to(inputs.dtype)
 
     def pair(_: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         pair = [query[b, i, c] for c in range(D)], [key[b, j, c] for c in range(D)]

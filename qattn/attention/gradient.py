@@ -45,13 +45,8 @@ def attend_differentiably(inputs: Inputs, engine: Engine) -> Attended:
 
 
 def _refuse_forward_mode(inputs: Inputs) -> None:
-    """Compiled loops would lose the tangents of dual numbers, and know no tensors of torch.func."""
+    """Compiled loops would lose the tangents of dual numbers."""
     tensors = [x for x in (inputs.query, inputs.key, inputs.value, inputs.bias, inputs.sigma) if x is not None]
-    if any(torch._C._functorch.is_functorch_wrapped_tensor(x) for x in tensors):
-        raise NotImplementedError(
-            "qattn does not run inside torch.func (vmap, grad, jacrev, jvp). Give batches as leading axes, and "
-            "differentiate with torch.autograd: `torch.autograd.grad` or `torch.autograd.functional.jacobian`."
-        )
     if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise NotImplementedError(
             "qattn has no forward-mode derivatives, and would lose the tangents. Take reverse mode, or "

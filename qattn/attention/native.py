@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qattn._compiled import share
+from qattn._compiled import share, why_not_compiled
 from qattn.attended import Attended
 from qattn.attention.backend import Backend, Derivatives, Differentiating
 from qattn.attention.inputs import Inputs
@@ -45,6 +45,8 @@ class Native(Backend, Differentiating):
             reasons.append(f"device is {inputs.device.type} (takes cpu)")
         if not inputs.is_gaussian:
             reasons.append("the score is not the Gaussian one, which is compiled in")
+        if reason := why_not_compiled():
+            reasons.append(reason)
         return reasons
 
     def attend(self, inputs: Inputs) -> Attended:

@@ -43,6 +43,7 @@ __all__ = ["Cutoff", "Nodes", "add_gradients", "attend_gaussians", "list_near_ga
 
 PARTS = TILE // PART
 _NUMBERS = 9  # of a Gaussian
+_LEAST = 0.5  # eigenvalue of a sum of covariances, 1 but for the rounding of covariances that are long and thin
 _SHARES = 12  # log₂ of the most tiles among which the tolerance is shared out
 
 
@@ -101,9 +102,9 @@ def _near_tiles(tile, cutoff, found, most):
         high = _most(top, apart, widest, size + cutoff.keys.size[cloud, node], cutoff.has_determinant)
         if not high > floor + cutoff.tol - _SHARES:
             continue
-        # No covariance is less than the unit matrix, and no determinant more than that of the widest.
+        # No covariance is less than the least, and no determinant more than that of the widest.
         span, own = box_span(boxes, box, nodes, node), cutoff.sums[cloud, node]
-        floor = max(floor, _most(own, span, 1.0, widest, cutoff.has_determinant))
+        floor = max(floor, _most(own, span, _LEAST, widest, cutoff.has_determinant))
         if level == 0:
             found[count], most[count] = cloud * starts[1] + i, high
             count += 1
@@ -125,8 +126,11 @@ def _near_tiles(tile, cutoff, found, most):
 
 
 @njit(forceinline=True)
-def _solved(query, i, keys, t, j):
-    """δ = x_j − x_i, adj(C) by its upper triangle, adj(C) δ and 1 / det C, for one register of keys of the tile t."""
+def _eliminated(query, i, keys, t, j):
+    """L⁻¹δ, D⁻¹ and L of C = L D Lᵀ and δ = x_j − x_i, for one register of keys of the tile t.
+
+    Elimination loses as many digits as C is longer than wide, where cofactors would lose twice as many.
+    """
     first = t * _NUMBERS * TILE + j
     x = subtract(load(keys, first), splat(query[i, 0]))
     y = subtract(load(keys, first + TILE), splat(query[i, 1]))
@@ -137,27 +141,36 @@ def _solved(query, i, keys, t, j):
     d = add(load(keys, first + 6 * TILE), splat(query[i, 6]))
     e = add(load(keys, first + 7 * TILE), splat(query[i, 7]))
     f = add(load(keys, first + 8 * TILE), splat(query[i, 8]))
-    # C = (a b c; b d e; c e f).
-    xx = subtract(multiply(d, f), multiply(e, e))
-    xy = subtract(multiply(c, e), multiply(b, f))
-    xz = subtract(multiply(b, e), multiply(c, d))
-    yy = subtract(multiply(a, f), multiply(c, c))
-    yz = subtract(multiply(b, c), multiply(a, e))
-    zz = subtract(multiply(a, d), multiply(b, b))
-    inverse = divide(splat(query.dtype.type(1)), multiply_add(a, xx, multiply_add(b, xy, multiply(c, xz))))
-    u = multiply_add(xx, x, multiply_add(xy, y, multiply(xz, z)))
-    v = multiply_add(xy, x, multiply_add(yy, y, multiply(yz, z)))
-    w = multiply_add(xz, x, multiply_add(yz, y, multiply(zz, z)))
-    return (x, y, z), (xx, xy, xz, yy, yz, zz), (u, v, w), inverse
+    # C = (a b c; b d e; c e f), L = (1; l 1; m n 1), and 1 / D = p, q, r.
+    one = splat(query.dtype.type(1))
+    p = divide(one, a)
+    l, m = multiply(b, p), multiply(c, p)  # noqa: E741
+    q = divide(one, subtract(d, multiply(l, b)))
+    e = subtract(e, multiply(l, c))
+    n = multiply(e, q)
+    r = divide(one, subtract(subtract(f, multiply(m, c)), multiply(n, e)))
+    y = subtract(y, multiply(l, x))
+    z = subtract(subtract(z, multiply(m, x)), multiply(n, y))
+    return (x, y, z), (p, q, r), (l, m, n)
 
 
 @njit(forceinline=True)
-def _exponent(beta, offset, apart, product, inverse):
+def _exponent(beta, offset, apart, pivots):
     """β_j − δᵀ C⁻¹ δ for one register of keys."""
     x, y, z = apart
-    u, v, w = product
-    form = multiply_add(u, x, multiply_add(v, y, multiply(w, z)))
-    return subtract(load(beta, offset), multiply(form, inverse))
+    p, q, r = pivots
+    form = multiply_add(multiply(x, x), p, multiply_add(multiply(y, y), q, multiply(multiply(z, z), r)))
+    return subtract(load(beta, offset), form)
+
+
+@njit(forceinline=True)
+def _weight(beta, offset, shift, apart, pivots, has_determinant):
+    """2^(β_j − shift_i − δᵀ C⁻¹ δ) / √det C."""
+    weight = exp2(subtract(_exponent(beta, offset, apart, pivots), splat(shift)))
+    if has_determinant:
+        p, q, r = pivots
+        weight = multiply(weight, root(multiply(multiply(p, q), r)))
+    return weight
 
 
 @njit(forceinline=True)
@@ -168,10 +181,8 @@ def _add_part(query, first, shift, keys, beta, values, t, begin, has_determinant
         i = first + r
         total = load(sums, i * width)
         for j in range(begin, begin + PART, width):
-            apart, _, product, inverse = _solved(query, i, keys, t, j)
-            weight = exp2(subtract(_exponent(beta, t * TILE + j, apart, product, inverse), splat(shift[i])))
-            if has_determinant:
-                weight = multiply(weight, root(inverse))
+            apart, pivots, _ = _eliminated(query, i, keys, t, j)
+            weight = _weight(beta, t * TILE + j, shift[i], apart, pivots, has_determinant)
             total = add(total, weight)
             store(weights, r * PART + j - begin, weight)
         store(sums, i * width, total)
@@ -215,30 +226,37 @@ def _add_gradients(query, i, shift, rows, keys, beta, columns, t, begin, has_det
     width, channels = lanes(sums), columns.shape[1]
     minus_half = splat(query.dtype.type(-0.5))
     for j in range(begin, begin + PART, width):
-        apart, adjugate, product, inverse = _solved(query, i, keys, t, j)
-        weight = exp2(subtract(_exponent(beta, t * TILE + j, apart, product, inverse), splat(shift[i])))
-        if has_determinant:
-            weight = multiply(weight, root(inverse))
+        apart, pivots, factors = _eliminated(query, i, keys, t, j)
+        weight = _weight(beta, t * TILE + j, shift[i], apart, pivots, has_determinant)
         factor = splat(query.dtype.type(0))
         for c in range(channels):
             factor = multiply_add(splat(rows[i, c]), load(columns, (t * channels + c) * TILE + j), factor)
         weight = multiply(weight, factor)
-        scaled = multiply(weight, inverse)
-        u, v, w = product
-        xx, xy, xz, yy, yz, zz = adjugate
+        (x, y, z), (p, q, r), (l, m, n) = apart, pivots, factors  # noqa: E741
+        # C⁻¹δ, by back substitution.
+        w = multiply(z, r)
+        v = subtract(multiply(y, q), multiply(n, w))
+        u = subtract(subtract(multiply(x, p), multiply(l, v)), multiply(m, w))
         store(sums, 0, add(load(sums, 0), weight))
-        store(sums, width, multiply_add(scaled, u, load(sums, width)))
-        store(sums, 2 * width, multiply_add(scaled, v, load(sums, 2 * width)))
-        store(sums, 3 * width, multiply_add(scaled, w, load(sums, 3 * width)))
+        store(sums, width, multiply_add(weight, u, load(sums, width)))
+        store(sums, 2 * width, multiply_add(weight, v, load(sums, 2 * width)))
+        store(sums, 3 * width, multiply_add(weight, w, load(sums, 3 * width)))
         # Of (C⁻¹δ)(C⁻¹δ)ᵀ log 2 − ½ C⁻¹: coordinates carry a factor √(½ log₂ e), whose square this undoes.
-        outer = multiply(multiply(scaled, inverse), splat(query.dtype.type(math.log(2))))
-        half = multiply(scaled, minus_half) if has_determinant else splat(query.dtype.type(0))
+        outer = multiply(weight, splat(query.dtype.type(math.log(2))))
+        half = multiply(weight, minus_half) if has_determinant else splat(query.dtype.type(0))
+        # C⁻¹ = L⁻ᵀ D⁻¹ L⁻¹ with L⁻¹ = (1; −l 1; s −n 1).
+        s = subtract(multiply(l, n), m)
+        zero = splat(query.dtype.type(0))
+        yz, xz = subtract(zero, multiply(n, r)), multiply(s, r)
+        xx = multiply_add(s, xz, multiply_add(multiply(l, l), q, p))
+        xy = subtract(multiply(s, yz), multiply(l, q))
+        yy = subtract(q, multiply(n, yz))
         store(sums, 4 * width, multiply_add(outer, multiply(u, u), multiply_add(half, xx, load(sums, 4 * width))))
         store(sums, 5 * width, multiply_add(outer, multiply(u, v), multiply_add(half, xy, load(sums, 5 * width))))
         store(sums, 6 * width, multiply_add(outer, multiply(u, w), multiply_add(half, xz, load(sums, 6 * width))))
         store(sums, 7 * width, multiply_add(outer, multiply(v, v), multiply_add(half, yy, load(sums, 7 * width))))
         store(sums, 8 * width, multiply_add(outer, multiply(v, w), multiply_add(half, yz, load(sums, 8 * width))))
-        store(sums, 9 * width, multiply_add(outer, multiply(w, w), multiply_add(half, zz, load(sums, 9 * width))))
+        store(sums, 9 * width, multiply_add(outer, multiply(w, w), multiply_add(half, r, load(sums, 9 * width))))
 
 
 @njit
@@ -248,8 +266,8 @@ def _largest(query, i, keys, beta, tiles, lane):
     m = splat(query.dtype.type(-np.inf))
     for t in tiles:
         for j in range(0, TILE, width):
-            apart, _, product, inverse = _solved(query, i, keys, t, j)
-            m = maximum(m, _exponent(beta, t * TILE + j, apart, product, inverse))
+            apart, pivots, _ = _eliminated(query, i, keys, t, j)
+            m = maximum(m, _exponent(beta, t * TILE + j, apart, pivots))
     store(lane, 0, m)
     return lane.max()
 

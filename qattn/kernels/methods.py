@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from qattn import _checks
+from qattn._compiled import why_not_compiled
 from qattn.attention.backend import Engine
 from qattn.attention.native import cutoff, in_base_2, scale_of
 from qattn.kernels import fourier, tiles
@@ -137,6 +138,8 @@ class Methods:
         by_flex = self._backend == "flex" or (self._backend == "auto" and device == "cuda")
         if method == "tiles" and by_flex and self._sites.dtype == torch.float64:
             reasons.append("it goes by FlexAttention, which does not take float64")
+        if method == "tiles" and (reason := why_not_compiled()):
+            reasons.append(reason)
         if method != "exact" and device not in _COSTS:
             reasons.append(f"it takes points on cpu or cuda, and these are on {device}")
         if method == "fourier" and device == "cuda" and find_spec("cufinufft") is None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from qattn import _checks
 from qattn._broadcasting import broadcast_shapes
+from qattn._compiled import why_not_compiled
 from qattn.attended import Attended
 from qattn.attention import attend
 from qattn.attention.dispatch import select
@@ -24,6 +25,7 @@ from qattn.kernels.prepared import attend_folded, attend_prepared
 
 __all__ = ["MixtureKernel"]
 
+_LOST = 30.0  # units in the last place that a score loses, times the condition of its covariance
 _MOST_PAIRS = 2**32  # that a GPU computes without leaving any out
 
 
@@ -75,6 +77,8 @@ class MixtureKernel(PointKernel):
             raise ValueError(
                 f'`method="tiles"` takes up to {DIMENSIONS} dimensions, and these means have {self._overlap.dims}.'
             )
+        if method == "tiles" and (reason := why_not_compiled()):
+            raise ValueError(f'`method="tiles"` cannot be used here: {reason}. Take `method="exact"`.')
 
     @classmethod
     def from_splats(
@@ -156,7 +160,8 @@ class MixtureKernel(PointKernel):
         if self._method != "auto":
             return self._method
         is_large = self.device.type == "cpu" or self.shape.numel() > _MOST_PAIRS
-        return "tiles" if is_large and self._overlap.dims <= DIMENSIONS else "exact"
+        can_tile = self._overlap.dims <= DIMENSIONS and why_not_compiled() is None
+        return "tiles" if is_large and can_tile else "exact"
 
     @property
     def shape(self) -> torch.Size:
@@ -185,12 +190,40 @@ class MixtureKernel(PointKernel):
         kernel.__dict__.pop("_engine", None)
         return kernel
 
-    def _embedded(self, dtype: torch.dtype, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    @cached_property
+    def _is_stiff(self) -> bool:
+        """Whether covariances are so long for σ that scores in the dtype of the means would lose more than `tol`.
+
+        C⁻¹ has the condition number κ ≤ 1 + 2 tr Σ / σ², and elimination loses about κ units in the last place.
+        """
+        if self._overlap.kind != "full" or self._covariances.numel() == 0:
+            return False
+        trace = self._covariances.detach().double().diagonal(dim1=-2, dim2=-1).sum(-1).amax()
+        condition = 1 + 2 * float(trace) / float(self._sigma.detach().amin()) ** 2
+        return _LOST * torch.finfo(self.dtype).eps * condition > self._tol
+
+    @cached_property
+    def _lacking(self) -> Tensor:
+        """What the variances of each component lack to be above −σ²/4 in all directions, (*batch, N).
+
+        Rounding takes them below 0 by as much as a part in a million of the largest. Then C ≥ σ²/2 all the same.
+        """
+        covariances = self._covariances.detach().double()
+        least = torch.linalg.eigvalsh(0.5 * (covariances + covariances.mT))[..., 0]
+        return (-0.25 * self._sigma.detach().double().amin() ** 2 - least).clamp(min=0)
+
+    def _embedded(self, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Queries (*batch, N, D) and keys (*batch, M, D); one object for a mixture and itself.
 
-        About the mean of those that a bias leaves in: small coordinates round less, and others may be far away.
+        Long and thin covariances need the digits of float64, which the compiled loop takes in any case. Means are about
+        that of the components that a bias leaves in: others may be far away.
         """
+        in_double = self._is_stiff or (self.method == "tiles" and self.device.type == "cpu")
+        dtype = torch.float64 if in_double else self.dtype
         means, covariances, sigma = (x.to(dtype) for x in (self._means, self._covariances, self._sigma))
+        if self._is_stiff:
+            identity = torch.eye(self._overlap.dims, dtype=dtype, device=covariances.device)
+            covariances = covariances + self._lacking.to(covariances)[..., None, None] * identity
         is_present = means.new_ones(means.shape[:-1], dtype=torch.bool)
         if bias is not None:
             is_present = (bias > -torch.inf).any(-2) if sigma.ndim else bias > -torch.inf
@@ -203,7 +236,7 @@ class MixtureKernel(PointKernel):
 
     @cached_property
     def _engine(self) -> NearOverlaps:
-        query, key = self._embedded(torch.float64)
+        query, key = self._embedded()
         batch = self.shape[:-2]
 
         def flat(x: Tensor) -> Tensor:
@@ -213,14 +246,17 @@ class MixtureKernel(PointKernel):
         return NearOverlaps(self._overlap, keys if query is key else flat(query), keys)
 
     def attend(self, bias: Tensor, value: Tensor | None = None) -> Attended:
-        query, key = self._embedded(self.dtype, bias.detach())
+        query, key = self._embedded(bias.detach())
         if self.method == "tiles":
-            return attend_prepared(self._engine, query, key, value, bias, self._tol, self._overlap)
-        return attend_folded(partial(select, name=self._backend), query, key, value, bias, self._tol, self._overlap)
+            out, lse = attend_prepared(self._engine, query, key, value, bias, self._tol, self._overlap)
+        else:
+            chosen = partial(select, name=self._backend)
+            out, lse = attend_folded(chosen, query, key, value, bias, self._tol, self._overlap)
+        return Attended(out, lse.to(torch.promote_types(self.dtype, bias.dtype)))
 
     def exact_lse(self, rows: Tensor, bias: Tensor) -> Tensor:
         exact = self.replace(*(tensor.detach().cpu().double() for tensor in self.tensors))
-        query, key = exact._embedded(torch.float64)
+        query, key = exact._embedded()
         bias = bias.detach().cpu().double()
         return attend(query[..., rows, :], key, bias=bias, score=self._overlap, backend="reference").lse
 

@@ -71,7 +71,8 @@ class Overlap:
             numbers, identity = covariances, covariances.new_ones(self.dims)
         else:
             row, column = torch.triu_indices(self.dims, self.dims, device=covariances.device)
-            numbers, identity = covariances[..., row, column], (row == column).to(covariances)
+            both = covariances[..., row, column] + covariances[..., column, row]  # which rounding may have made differ
+            numbers, identity = 0.5 * both, (row == column).to(covariances)
         if sigma.ndim:
             means, numbers, sigma = means[..., None, :, :], numbers[..., None, :, :], sigma[:, None, None]
         means, numbers = means / sigma, numbers / sigma**2 + 0.5 * identity

@@ -80,9 +80,9 @@ class _RadialKernel(PointKernel):
 
     @cached_property
     def _terms(self) -> list[tuple[Tensor, Tensor, GaussianKernel]]:
-        """Bandwidths in units of σ, log weights from the largest down, and the Gaussian kernels that have them.
+        """Bandwidths in units of σ, log weights from the largest down, and Gaussian kernels prepared for them.
 
-        These are kept, and so without gradient by σ, which each attend gives them.
+        They are made once, with or without gradients: `attend` gives them the tensors that have some.
         """
         # A power of two, so that the sum does not change with every point that moves.
         reach = 2.0 ** math.ceil(math.log2(max(1.0, self._base.diameter / float(self.sigma.detach().amin()))))
