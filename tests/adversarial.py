@@ -936,7 +936,7 @@ def check_gradients(p: Problem) -> None:
     # What cancels: terms of the size of loss and signal, each rounded, or cut off, to a few digits. The adjoint is
     # solved to 4 ε^¾ of its largest entry.
     size = float((weights.double().abs() * rows * spread.abs().amax(-2, keepdim=True)).sum())
-    skip_beyond(p, weights.double().abs().sum() * rows * v.abs().max(), rows / truth.mass.amax())
+    skip_beyond(p, rows * v.abs().max(), rows * weights.double().abs().sum() / math.sqrt(p.size))
     eps = torch.finfo(p.dtype).eps
     size += eps**0.25 * float((weights.double().abs() * rows * center.abs()).sum())
     digits = 20 * kernel_tol(p) + 8 * eps**0.75 + 8 * float(rounding(p, truth, truth.lse).max())

@@ -33,9 +33,8 @@ class Reference(Backend):
     def attend(self, inputs: Inputs) -> Attended:
         key = inputs.key.to(inputs.dtype)[:, None].unbind(-1)  # D × (B, 1, M)
         bias = None if inputs.bias is None else inputs.bias.to(inputs.dtype)[:, None]  # (B, 1, M)
-        is_absent = (
-            inputs.key.new_zeros((), dtype=torch.bool) if bias is None else (bias == -torch.inf).all(-1)
-        )  # (B, 1)
+        nowhere = torch.zeros((), dtype=torch.bool, device=inputs.device)
+        is_absent = nowhere if bias is None else (bias == -torch.inf).all(-1)  # (B, 1)
         value = None if inputs.value is None else inputs.value.to(inputs.dtype)
         sigma = None if inputs.sigma is None else inputs.sigma.to(inputs.dtype)[:, None, None]
 
