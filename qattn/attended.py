@@ -46,10 +46,12 @@ def merge(a: Attended, b: Attended) -> Attended:
     largest = torch.where(largest == -torch.inf, 0, largest)  # two empty rows: their weights are 0, not exp(−inf + inf)
     weight_a, weight_b = torch.exp(a.lse - largest), torch.exp(b.lse - largest)  # (*batch, N)
     total = weight_a + weight_b
-    lse = largest + torch.log(total)
+    is_empty = total == 0
+    divisor = torch.where(is_empty, 1, total)
+    lse = torch.where(is_empty, -torch.inf, largest + torch.log(divisor))
     if a.out is None or b.out is None:
         return Attended(None, lse)
-    share = (weight_b / torch.where(total == 0, 1, total))[..., None]
+    share = (weight_b / divisor)[..., None]
     dtype = torch.promote_types(share.dtype, a.out.dtype)  # 16 bits are too few for a share
     out = torch.lerp(a.out.to(dtype), b.out.to(dtype), share.to(dtype))
     return Attended(out.to(a.out.dtype), lse)

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -148,11 +149,14 @@ class Diffusion(_Operator):
         whole = _checks.whole_part(t, spectrum)
         if whole != t:
             signal = spectrum.power(t - whole, signal)
+        is_column = whole > 0 and len(self._shape) > 2 and np.ndim(signal) == 1
         with Progress("Diffusion", whole) as progress:
-            for _ in range(whole):
+            for count in range(whole):
                 signal = self @ signal
+                if is_column and count == 0:  # a product (*batch, N) would be taken for channels
+                    signal = signal[..., None]
                 progress.advance()
-        return signal
+        return signal[..., 0] if is_column else signal
 
     @eager
     def value_and_gradient(self, signal: Any) -> tuple[Any, Any]:
@@ -362,7 +366,8 @@ def diffusion(
     else:
         left = right = zero
         if normalization != "none":
-            left = -k.attend(zero + log_of_mass(mass)).lse
+            lse = k.attend(zero + log_of_mass(mass)).lse
+            left = torch.where(lse > -torch.inf, -lse, 0)  # no mass reaches the others, as padding in a graph
             left, right = (left, zero) if normalization == "row" else (0.5 * left, 0.5 * left)
         result = _in_one_step(k, mass, left, right, normalization)
     # With a detached potential, rows sum to one and yet have a derivative.

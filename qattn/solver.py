@@ -201,7 +201,8 @@ def _iterate(
             is_last = value is not None and (count == max_iter or bool((error[is_active] * _GAIN <= tol).all()))
             bias = torch.where(is_active[..., None], f + log_mass, -torch.inf)
             mean, lse = kernel.attend(bias, value if is_last else None)
-            residual = torch.where(is_active[..., None], -(f + lse), 0)
+            # Rows that no mass reaches, as of padding in a graph, have no potential, and stay where they are.
+            residual = torch.where(is_active[..., None] & (lse > -torch.inf), -(f + lse), 0)
             new = kernel.ranks.total(share * torch.expm1(-residual.detach()).abs())
             # Chebyshev assumes a positive definite kernel: where the error grows, the safe θ = ½ takes over.
             is_plain = is_plain | (is_active & (new > 2 * error))

@@ -33,6 +33,8 @@ class Reference(Backend):
     def attend(self, inputs: Inputs) -> Attended:
         key = inputs.key.to(inputs.dtype)[:, None].unbind(-1)  # D × (B, 1, M)
         bias = None if inputs.bias is None else inputs.bias.to(inputs.dtype)[:, None]  # (B, 1, M)
+        nowhere = torch.zeros((), dtype=torch.bool, device=inputs.device)
+        is_absent = nowhere if bias is None else (bias == -torch.inf).all(-1)  # (B, 1)
         value = None if inputs.value is None else inputs.value.to(inputs.dtype)
         sigma = None if inputs.sigma is None else inputs.sigma.to(inputs.dtype)[:, None, None]
 
@@ -40,7 +42,9 @@ class Reference(Backend):
             scores = pair_score(inputs.score, query.to(inputs.dtype)[:, :, None].unbind(-1), key, sigma)  # (B, n, M)
             if bias is not None:
                 scores = scores + bias
-            lse = scores.logsumexp(-1)  # (B, n)
+            # The logarithm of a sum without terms has no derivative, not even 0.
+            lse = torch.where(is_absent[..., None], 0, scores).logsumexp(-1)  # (B, n)
+            lse = torch.where(is_absent, -torch.inf, lse)
             if value is None:
                 return [lse]
             shift = torch.where(lse == -torch.inf, 0, lse)  # a row without keys has weights 0, not exp(−inf + inf)

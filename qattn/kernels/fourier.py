@@ -122,9 +122,8 @@ class _Product:
         """
         n = len(columns)
         # Errors are shared by the two channels of a pair, which therefore should be of one size.
-        scale = self._ranks.total(columns.square()).sqrt()[:, None]
-        scale = torch.where(scale == 0, 1, scale)  # (n, 1)
-        columns = (columns / scale).to(self.dtype)
+        scale = self._ranks.total(columns.square()).sqrt()[:, None]  # (n, 1), 0 for what stays 0
+        columns = (columns / torch.where(scale == 0, 1, scale)).to(self.dtype)
         if n % 2:
             columns = torch.cat([columns, torch.zeros_like(columns[:1])])
         pairs = torch.complex(columns[0::2], columns[1::2])  # (n/2, M)

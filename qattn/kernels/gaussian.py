@@ -13,7 +13,7 @@ from qattn.attention.dispatch import select
 from qattn.attention.score import Score, gaussian
 from qattn.kernels.base import GaussianPoints
 from qattn.kernels.methods import Choice, Methods, Work
-from qattn.kernels.prepared import attend_by_heads, attend_prepared
+from qattn.kernels.prepared import attend_by_heads, attend_folded, attend_prepared
 from qattn.kernels.sites import Sites, with_heads
 
 __all__ = ["GaussianKernel"]
@@ -155,7 +155,7 @@ class GaussianKernel(GaussianPoints):
         query, key = self.clouds(sigma)
         if engine is None:
             chosen = partial(select, name=self._backend)
-            return attend_by(chosen, query, key, value, bias=bias, tol=self._tol, sigma=sigma)
+            return attend_folded(chosen, query, key, value, bias, self._tol, sigma=sigma)
         return attend_prepared(engine, query, key, value, bias, self._tol, sigma=sigma)
 
     def exact_lse(self, rows: Tensor, bias: Tensor, score: Score = gaussian) -> Tensor:

@@ -6,7 +6,7 @@ semidefinite. Without the determinant, which is not of the form a_i a_j and so i
 """
 
 import math
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,10 @@ from qattn._broadcasting import broadcast_shapes
 from qattn._compiled import why_not_compiled
 from qattn.attended import Attended
 from qattn.attention import attend
+from qattn.attention.dispatch import select
 from qattn.kernels.base import PointKernel
 from qattn.kernels.overlap import DIMENSIONS, NearOverlaps, Overlap
-from qattn.kernels.prepared import attend_prepared
+from qattn.kernels.prepared import attend_folded, attend_prepared
 
 __all__ = ["MixtureKernel"]
 
@@ -211,11 +212,11 @@ class MixtureKernel(PointKernel):
         least = torch.linalg.eigvalsh(0.5 * (covariances + covariances.mT))[..., 0]
         return (-0.25 * self._sigma.detach().double().amin() ** 2 - least).clamp(min=0)
 
-    @property
-    def _embedded(self) -> tuple[Tensor, Tensor]:
+    def _embedded(self, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Queries (*batch, N, D) and keys (*batch, M, D); one object for a mixture and itself.
 
-        Long and thin covariances need the digits of float64, which the compiled loop takes in any case.
+        Long and thin covariances need the digits of float64, which the compiled loop takes in any case. Means are about
+        that of the components that a bias leaves in: others may be far away.
         """
         in_double = self._is_stiff or (self.method == "tiles" and self.device.type == "cpu")
         dtype = torch.float64 if in_double else self.dtype
@@ -223,7 +224,10 @@ class MixtureKernel(PointKernel):
         if self._is_stiff:
             identity = torch.eye(self._overlap.dims, dtype=dtype, device=covariances.device)
             covariances = covariances + self._lacking.to(covariances)[..., None, None] * identity
-        origin = means.detach().mean(-2, keepdim=True)  # small coordinates round less
+        is_present = means.new_ones(means.shape[:-1], dtype=torch.bool)
+        if bias is not None:
+            is_present = (bias > -torch.inf).any(-2) if sigma.ndim else bias > -torch.inf
+        origin = self.ranks.mean(torch.where(is_present, 0.0, -torch.inf).to(dtype), means.detach())
         key = self._overlap.embed(means - origin, covariances, sigma)
         if self._targets is None:
             return key, key
@@ -232,7 +236,7 @@ class MixtureKernel(PointKernel):
 
     @cached_property
     def _engine(self) -> NearOverlaps:
-        query, key = self._embedded
+        query, key = self._embedded()
         batch = self.shape[:-2]
 
         def flat(x: Tensor) -> Tensor:
@@ -242,17 +246,17 @@ class MixtureKernel(PointKernel):
         return NearOverlaps(self._overlap, keys if query is key else flat(query), keys)
 
     def attend(self, bias: Tensor, value: Tensor | None = None) -> Attended:
-        query, key = self._embedded
+        query, key = self._embedded(bias.detach())
         if self.method == "tiles":
             out, lse = attend_prepared(self._engine, query, key, value, bias, self._tol, self._overlap)
         else:
-            options: dict[str, Any] = {"score": self._overlap, "tol": self._tol, "backend": self._backend}
-            out, lse = attend(query, key, value, bias=bias, **options)
+            chosen = partial(select, name=self._backend)
+            out, lse = attend_folded(chosen, query, key, value, bias, self._tol, self._overlap)
         return Attended(out, lse.to(torch.promote_types(self.dtype, bias.dtype)))
 
     def exact_lse(self, rows: Tensor, bias: Tensor) -> Tensor:
         exact = self.replace(*(tensor.detach().cpu().double() for tensor in self.tensors))
-        query, key = exact._embedded
+        query, key = exact._embedded()
         bias = bias.detach().cpu().double()
         return attend(query[..., rows, :], key, bias=bias, score=self._overlap, backend="reference").lse
 

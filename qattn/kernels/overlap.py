@@ -53,11 +53,15 @@ class Overlap:
         if self.kind == "full":
             apart, pivots = _eliminated(apart, added)
         form = apart[0] ** 2 / pivots[0]
-        determinant = pivots[0]
         for x, pivot in zip(apart[1:], pivots[1:], strict=True):
             form = form + x**2 / pivot
-            determinant = determinant * pivot
-        return -0.5 * (form + torch.log(determinant)) if self.has_determinant else -0.5 * form
+        if not self.has_determinant:
+            return -0.5 * form
+        # One by one: the product of many pivots, or of large ones, is more than a float holds.
+        log_determinant = torch.log(pivots[0]) * (d if self.kind == "isotropic" else 1)
+        for pivot in pivots[1:] if self.kind != "isotropic" else ():
+            log_determinant = log_determinant + torch.log(pivot)
+        return -0.5 * (form + log_determinant)
 
     def embed(self, means: Tensor, covariances: Tensor, sigma: Tensor) -> Tensor:
         """Means (*batch, N, d) and covariances in units of σ, with a head axis before N if σ has one."""

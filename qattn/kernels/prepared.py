@@ -19,7 +19,15 @@ from qattn.attention.inputs import Inputs
 from qattn.attention.score import Score
 from qattn.ranks import Ranks
 
-__all__ = ["attend_by_heads", "attend_prepared", "rows_attended", "rows_differentiated"]
+__all__ = [
+    "attend_by_heads",
+    "attend_folded",
+    "attend_prepared",
+    "fold",
+    "rows_attended",
+    "rows_differentiated",
+    "unfold",
+]
 
 _TOL = 1e-3  # of lse, in exact rows
 
@@ -34,15 +42,29 @@ def attend_prepared(
     score: Score = gaussian,
     sigma: Tensor | None = None,
 ) -> Attended:
-    """As `attend`, by an engine for these queries and keys: a batch of the values that they lack goes by channels."""
+    """As `attend_folded`, by an engine for these queries and keys."""
     batch = broadcast_shapes(query.shape[:-2], key.shape[:-2])
     _checks.bias_of_kernel(bias, batch)
     if query is not key:
         query, key = (x.expand(*batch, -1, -1) for x in (query, key))
-    folded = None if value is None else _fold(value, batch)
-    chosen = partial(_checks.engine_takes, engine)
+    return attend_folded(partial(_checks.engine_takes, engine), query, key, value, bias, tol, score, sigma)
+
+
+def attend_folded(
+    chosen: Callable[[Inputs], Engine],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    bias: Tensor,
+    tol: float,
+    score: Score = gaussian,
+    sigma: Tensor | None = None,
+) -> Attended:
+    """As `attend_by`: a batch of the values that the kernel lacks goes by channels, so that lse does not have it."""
+    batch = broadcast_shapes(query.shape[:-2], key.shape[:-2], bias.shape[:-1])
+    folded = None if value is None else fold(value, batch)
     out, lse = attend_by(chosen, query, key, folded, bias=bias, score=score, tol=tol, sigma=sigma)
-    return Attended(None if out is None or value is None else _unfold(out, value, batch), lse)
+    return Attended(None if out is None or value is None else unfold(out, value, batch), lse)
 
 
 def attend_by_heads(
@@ -118,7 +140,7 @@ def _extra_axes(value: Tensor, batch: torch.Size) -> tuple[torch.Size, list[int]
     return whole, [axis for axis in range(len(whole)) if axis not in extra], extra
 
 
-def _fold(value: Tensor, batch: torch.Size) -> Tensor:
+def fold(value: Tensor, batch: torch.Size) -> Tensor:
     """Values (*whole, M, C) with the axes that the kernel lacks among the channels: (*batch, M, …)."""
     whole, kept, extra = _extra_axes(value, batch)
     axes = [*kept, len(whole), *extra, len(whole) + 1]
@@ -126,7 +148,7 @@ def _fold(value: Tensor, batch: torch.Size) -> Tensor:
     return value.expand(*whole, -1, -1).permute(axes).reshape(*batch, M, channels)
 
 
-def _unfold(out: Tensor, value: Tensor, batch: torch.Size) -> Tensor:
+def unfold(out: Tensor, value: Tensor, batch: torch.Size) -> Tensor:
     """Back from (*batch, N, …) to (*whole, N, C)."""
     whole, kept, extra = _extra_axes(value, batch)
     N, C = out.shape[-2], value.shape[-1]

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qattn._broadcasting import broadcast_shapes
 from qattn.attended import Attended
+from qattn.kernels.prepared import fold, unfold
 
 __all__ = ["Products"]
 
@@ -39,9 +39,7 @@ class Products:
         weights = torch.exp(bias - top)[..., None]  # (*batch, N, 1)
         columns = weights
         if value is not None:
-            shared = broadcast_shapes(weights.shape[:-2], value.shape[:-2])
-            weights, value = weights.expand(*shared, -1, -1), value.expand(*shared, -1, -1)
-            columns = torch.cat([weights, weights * value], dim=-1)  # (*batch, N, 1 + C)
+            columns = torch.cat([weights, weights * fold(value, bias.shape[:-1])], dim=-1)  # (*batch, N, 1 + C)
         *batch, _, C = columns.shape
         flat = columns.movedim(-2, 0).reshape(self._size, -1).to(self.tensor.dtype)
         sums = _Symmetric.apply(flat, self._product).reshape(self._size, *batch, C).movedim(0, -2)
@@ -51,7 +49,7 @@ class Products:
             return Attended(None, lse)
         is_empty = total == 0
         out = torch.where(is_empty, 0, 1 / torch.where(is_empty, 1, total))[..., None] * sums[..., 1:]
-        return Attended(out.to(value.dtype), lse)
+        return Attended(unfold(out, value, bias.shape[:-1]).to(value.dtype), lse)
 
 
 class _Symmetric(torch.autograd.Function):

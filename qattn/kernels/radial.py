@@ -13,10 +13,10 @@ from torch import Tensor
 
 from qattn import _checks
 from qattn.attended import Attended, merge
-from qattn.attention.api import attend_by
 from qattn.attention.dispatch import select
 from qattn.kernels.base import PointKernel
 from qattn.kernels.gaussian import GaussianKernel
+from qattn.kernels.prepared import attend_folded
 from qattn.kernels.profiles import Matern, Profile, RationalQuadratic
 
 __all__ = ["ExponentialKernel", "MaternKernel", "RationalQuadraticKernel"]
@@ -87,7 +87,7 @@ class _RadialKernel(PointKernel):
         # A power of two, so that the sum does not change with every point that moves.
         reach = 2.0 ** math.ceil(math.log2(max(1.0, self._base.diameter / float(self.sigma.detach().amin()))))
         bandwidths, log_weights = (x.to(self.sigma) for x in self._profile.gaussians(reach, 0.4 * self._tol))
-        kernels = [self._base.with_sigma(s * self.sigma) for s in bandwidths]
+        kernels = [self._base.with_sigma(s * self.sigma.detach()) for s in bandwidths]
         terms = zip(bandwidths, log_weights, kernels, strict=True)
         return sorted(terms, key=lambda term: float(term[1]), reverse=True)
 
@@ -112,7 +112,7 @@ class _RadialKernel(PointKernel):
         if self.method == "exact":
             chosen = partial(select, name=self._backend)
             clouds, score = self._base.clouds(self.sigma), self._profile.score
-            return attend_by(chosen, *clouds, value, bias=bias, score=score, tol=self._tol, sigma=self.sigma)
+            return attend_folded(chosen, *clouds, value, bias, self._tol, score, self.sigma)
         # Values of 16 bits are averaged in the precision of the logarithms, and rounded once.
         values = None if value is None else value.to(torch.promote_types(value.dtype, self.dtype))
         # A term adds at most w Σ e^b to a row. The largest come first, so that the least can be seen to add nothing.
