@@ -69,6 +69,7 @@ class SinkhornResult:
         return SinkhornResult(self.potential.to(device), error, count, converged)
 
 
+_LEAST_UNROLLED = 8  # passes that a gradient goes back through: each leaves a fifth of its error
 _MOST_STEPS = 100  # of the adjoint solve
 _GAIN = 0.2  # what a step leaves of the error, about
 
@@ -134,8 +135,8 @@ def sinkhorn(
             `max_iter` passes.
         max_iter: The most kernel passes. Missing `tol` by then is reported in the result and warned of, never raised.
         init: A potential to start from, shape (*batch, N).
-        adjoint: How to differentiate: "implicit" solves (I + Q)ᵀu = g, "unroll" goes back through the iterations,
-            "detach" gives the potential no gradient.
+        adjoint: How to differentiate: "implicit" solves (I + Q)ᵀu = g, "unroll" goes back through the iterations, of
+            which it then takes eight or more, "detach" gives the potential no gradient.
         iteration: "chebyshev", or "plain" for the paper's averaging with θ = ½.
         history: Whether to keep the errors of all passes.
         value: Values of shape (*batch, N, C) to apply Q to. The last pass does it, so it costs no pass of its own.
@@ -186,6 +187,7 @@ def _iterate(
 ) -> SinkhornResult:
     """The iteration itself, each item of the batch until it has converged; with `out` if the last pass gave it."""
     share = shares(mass.detach(), kernel.ranks)
+    least = _LEAST_UNROLLED if torch.is_grad_enabled() and _has_gradient(kernel, log_mass) else 1
     f = torch.zeros(kernel.shape[:-1], dtype=kernel.dtype, device=kernel.device) if start is None else start
     batch, has_no_mass = f.shape[:-1], log_mass == -torch.inf
     step = _Chebyshev()
@@ -215,7 +217,8 @@ def _iterate(
             f = torch.where(has_no_mass & is_active[..., None] & (lse > -torch.inf), -lse, f)
             if mean is not None and is_active.all():  # items that were done before would lack theirs
                 out = torch.exp(f + lse)[..., None].to(mean.dtype) * mean
-            is_active = is_active & ~(error <= tol)
+            if count >= least:
+                is_active = is_active & ~(error <= tol)
             if not is_active.any() or count == max_iter:
                 break
             fast = 0.5 * residual if start is None and count == 1 else step(residual)

@@ -244,3 +244,11 @@ def test_an_adjoint_that_does_not_converge_warns():
     q = diffusion(qattn.MatrixKernel(similarity + 1e-9), tol=1e-6)
     with pytest.warns(UserWarning, match=r"The gradient through the potential is inexact: after 100 steps"):
         (q @ torch.tensor([[1.0], [0.0]], dtype=torch.float64))[0].sum().backward()
+
+
+def test_unrolling_a_start_that_is_exact():
+    """Points far apart with masses of 1 are normalized from the start, and yet their potential follows the masses."""
+    mass = torch.ones(5, dtype=torch.float64, requires_grad=True)
+    points = 100 * torch.arange(5, dtype=torch.float64)[:, None]
+    out = diffusion(points, 0.1, mass, adjoint="unroll") @ torch.randn(5, 1, dtype=torch.float64)
+    assert torch.autograd.grad(out.square().sum(), mass)[0].abs().max() < 1e-4
