@@ -294,7 +294,7 @@ class _Extension(_Operator):
             return out
         if self._q.normalization == "symmetric":
             lse = lse - 0.5 * self._kernel.attend(log_mass.expand(self._shape[:-2] + self._shape[-1:])).lse
-        return torch.exp(lse)[..., None].to(out.dtype) * out
+        return (torch.exp(lse)[..., None] * out).to(out.dtype)
 
 
 def _in_one_step(kernel: Kernel, mass: Tensor, left: Tensor, right: Tensor, normalization: str) -> SinkhornResult:

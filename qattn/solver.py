@@ -216,7 +216,7 @@ def _iterate(
             # Points without mass take no part: their potential follows from those of the others.
             f = torch.where(has_no_mass & is_active[..., None] & (lse > -torch.inf), -lse, f)
             if mean is not None and is_active.all():  # items that were done before would lack theirs
-                out = torch.exp(f + lse)[..., None].to(mean.dtype) * mean
+                out = (torch.exp(f + lse)[..., None] * mean).to(mean.dtype)
             if count >= least:
                 is_active = is_active & ~(error <= tol)
             if not is_active.any() or count == max_iter:
@@ -246,9 +246,8 @@ def apply(kernel: Kernel, left: Tensor, right: Tensor, value: Tensor, *, keeps_c
     if keeps_constants:
         factor = torch.where(is_absent, 1, factor)
     factor = factor[..., None]
-    if constant is None:
-        return factor.to(out.dtype) * out
-    return (factor * out + factor.detach() * constant).to(dtype)
+    applied = factor * out if constant is None else factor * out + factor.detach() * constant
+    return applied.to(dtype)
 
 
 def _has_gradient(kernel: Kernel, *tensors: Tensor) -> bool:
