@@ -25,7 +25,16 @@ from qattn._progress import Progress
 from qattn.kernels import GaussianKernel, Kernel, PointKernel
 from qattn.kernels.base import GaussianPoints
 from qattn.ranks import Ranks
-from qattn.solver import SinkhornResult, apply, apply_transpose, check_options, log_of_mass, shares, sinkhorn
+from qattn.solver import (
+    SinkhornResult,
+    apply,
+    apply_and_sum,
+    apply_transpose,
+    check_options,
+    log_of_mass,
+    shares,
+    sinkhorn,
+)
 
 __all__ = ["NORMALIZATIONS", "Diffusion", "diffusion"]
 
@@ -297,16 +306,23 @@ class _Extension(_Operator):
         return (torch.exp(lse)[..., None] * out).to(out.dtype)
 
 
-def _in_one_step(kernel: Kernel, mass: Tensor, left: Tensor, right: Tensor, normalization: str) -> SinkhornResult:
-    """A normalization that does not iterate, and the mass-weighted mean of |Q1 − 1| that it leaves."""
-    batch = kernel.shape[:-2]
-    error = torch.zeros(batch, dtype=kernel.dtype, device=kernel.device)
-    if normalization != "row":  # whose rows have been divided by their own sums
+def _in_one_step(
+    kernel: Kernel, mass: Tensor, left: Tensor, right: Tensor, normalization: str, value: Tensor | None
+) -> SinkhornResult:
+    """A normalization that does not iterate, with Q applied to values, if any, and the error |Q1 − 1| that it leaves.
+
+    The pass that applies Q measures the error too; without values it takes one of its own, except for "row", whose rows
+    have been divided by their own sums.
+    """
+    bias, out, sums = right + log_of_mass(mass), None, torch.ones_like(left)
+    if value is not None:
+        out, sums = apply_and_sum(kernel, left, bias, value, normalization == "row")
+    elif normalization != "row":
         with torch.no_grad():
-            lse = kernel.attend(right + log_of_mass(mass)).lse
-            error = kernel.ranks.total(shares(mass, kernel.ranks) * torch.expm1(left + lse).abs())
-    count = torch.full(batch, int(normalization != "none"), device=kernel.device)
-    return SinkhornResult(left, error, count, torch.ones_like(count, dtype=torch.bool))
+            sums = torch.exp(left + kernel.attend(bias).lse)
+    error = kernel.ranks.total(shares(mass, kernel.ranks).detach() * (sums.detach() - 1).abs())
+    count = torch.full(kernel.shape[:-2], int(normalization != "none"), device=kernel.device)
+    return SinkhornResult(left, error, count, torch.ones_like(count, dtype=torch.bool), out=out)
 
 
 @eager
@@ -369,7 +385,7 @@ def diffusion(
             lse = k.attend(zero + log_of_mass(mass)).lse
             left = torch.where(lse > -torch.inf, -lse, 0)  # no mass reaches the others, as padding in a graph
             left, right = (left, zero) if normalization == "row" else (0.5 * left, 0.5 * left)
-        result = _in_one_step(k, mass, left, right, normalization)
+        result = _in_one_step(k, mass, left, right, normalization, columns)
     # With a detached potential, rows sum to one and yet have a derivative.
     keeps_constants = normalization == "row" or (normalization == "sinkhorn" and adjoint != "detach")
     q = Diffusion(

@@ -33,6 +33,7 @@ __all__ = [
     "ITERATIONS",
     "SinkhornResult",
     "apply",
+    "apply_and_sum",
     "apply_transpose",
     "log_of_mass",
     "shares",
@@ -233,21 +234,32 @@ def apply(kernel: Kernel, left: Tensor, right: Tensor, value: Tensor, *, keeps_c
     An operator that keeps constants does so for every kernel: its derivative by the kernel is that of its product with
     v − c, for any constant c, in which less cancels. At points without mass its rows are those of softmax.
     """
+    return apply_and_sum(kernel, left, right, value, keeps_constants)[0]
+
+
+def apply_and_sum(
+    kernel: Kernel, left: Tensor, right: Tensor, value: Tensor, keeps_constants: bool
+) -> tuple[Tensor, Tensor]:
+    """As `apply`, and the sums (*batch, N) of its rows."""
     is_absent = right == -torch.inf
     if is_absent.any():
         value = torch.where(is_absent[..., None], 0, value)
-    dtype, constant = value.dtype, None
-    if keeps_constants and _has_gradient(kernel, left, right):
-        constant = kernel.ranks.mean(right.detach(), value.detach())
-        value = value.to(constant.dtype) - constant
+    dtype, has_gradient = value.dtype, _has_gradient(kernel, left, right)
+    if has_gradient:  # averages that are rounded to 16 bits would be differentiated as such
+        value = value.to(torch.promote_types(dtype, kernel.dtype))
     out, lse = kernel.attend(right, value)
     assert out is not None
-    factor = torch.exp(left + lse)
+    sums = torch.exp(left + lse)
     if keeps_constants:
-        factor = torch.where(is_absent, 1, factor)
-    factor = factor[..., None]
-    applied = factor * out if constant is None else factor * out + factor.detach() * constant
-    return applied.to(dtype)
+        sums = torch.where(is_absent, 1, sums)
+    factor = sums[..., None]
+    if keeps_constants and has_gradient:
+        constant = kernel.ranks.mean(right.detach(), value.detach())
+        fixed = factor.detach()
+        applied = fixed * out + (factor - fixed) * (out - constant)  # of which the second is 0, but for derivatives
+    else:
+        applied = factor * out
+    return applied.to(dtype), sums
 
 
 def _has_gradient(kernel: Kernel, *tensors: Tensor) -> bool:
