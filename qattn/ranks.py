@@ -76,7 +76,8 @@ class Ranks(ABC):
 
     def mean(self, bias: Tensor, value: Tensor) -> Tensor:
         """The means of values (*batch, N, C) over all sites, with weights e^b, shape (*batch, 1, C); 0 of none."""
-        top = self.maximum(bias.amax(-1, keepdim=True) if bias.shape[-1] else bias.new_full((1,), -torch.inf))
+        none = bias.new_full((*bias.shape[:-1], 1), -torch.inf)
+        top = self.maximum(torch.cat([bias, none], dim=-1).amax(-1, keepdim=True))
         weights = torch.exp(bias - torch.where(top == -torch.inf, 0, top))[..., None]
         total = self.sum(weights.sum(-2, keepdim=True))
         return self.sum((weights * value).sum(-2, keepdim=True)) / torch.where(total > 0, total, 1)

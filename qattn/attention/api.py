@@ -132,7 +132,8 @@ def _far_rows(is_self: bool, bias: Tensor | None, lse: Tensor, tol: float) -> Te
 
     Of a cloud that attends to itself, these can only be rows of points that are left out as keys.
     """
-    if is_self and (bias is None or not (bias == -torch.inf).any()):
+    has_absent = bias is not None and bool((bias == -torch.inf).any())
+    if (is_self and not has_absent) or not (lse > -torch.inf).any():
         return torch.zeros(0, dtype=torch.long, device=lse.device)
     top = 0.0 if bias is None else bias.amax(-1, keepdim=True)
     far = (lse > -torch.inf) & (lse < top - max(_FAR, tol / (8 * torch.finfo(torch.float32).eps)))

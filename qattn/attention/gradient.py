@@ -196,7 +196,7 @@ def _dtype_of_sums(
     is_present = bias > -torch.inf
     if _differentiates(engine, inputs):
         # Differences are right to their last digits: only scores of rows far from all keys are too large for them.
-        top = bias.amax(-1, keepdim=True)
+        top = engine.ranks.highest(bias.T)[:, None]
         size = torch.where(counts & (lse > -torch.inf), top - lse.detach(), 0).clamp(min=0)
     else:
         # Values times coordinates: differences of the order of a bandwidth are left of numbers as large as the cloud.

@@ -170,6 +170,7 @@ class Halo(Engine, Differentiating):
         tops = key.split(bias, -torch.inf).logsumexp(-1)  # (B, nodes)
         all_tops = torch.stack(self._group.gathered(tops.logsumexp(-1)), dim=1)  # (B, ranks)
         total = all_tops.logsumexp(-1)  # (B,)
+        count = torch.stack(self._group.gathered(_log_sum(most)), dim=1).logsumexp(-1)  # (B,)
         roots = self._roots
         if query.is_empty:
             needed = torch.full_like(query.low[..., 0], -torch.inf)
@@ -178,7 +179,6 @@ class Halo(Engine, Differentiating):
             floor = torch.maximum(floor, _least(query, key.low, key.high, tops))
             if query is key:
                 floor = torch.maximum(floor, key.split(bias, torch.inf).amin(-1))
-            count = torch.stack(self._group.gathered(_log_sum(most)), dim=1).logsumexp(-1)  # (B,)
             needed = count[:, None] - floor + math.log(1 / min(tol, 0.5))
         return torch.where((total == -torch.inf)[:, None], -torch.inf, needed), (total == -torch.inf).tolist()
 
