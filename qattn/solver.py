@@ -245,21 +245,29 @@ def apply_and_sum(
     if is_absent.any():
         value = torch.where(is_absent[..., None], 0, value)
     dtype, has_gradient = value.dtype, _has_gradient(kernel, left, right)
+    constant: Tensor | float = 0.0
     if has_gradient:  # averages that are rounded to 16 bits would be differentiated as such
         value = value.to(torch.promote_types(dtype, kernel.dtype))
+    if has_gradient and keeps_constants:
+        constant = _constant(kernel.ranks, right.detach(), value.detach())
+        value = value - constant
     out, lse = kernel.attend(right, value)
     assert out is not None
     sums = torch.exp(left + lse)
     if keeps_constants:
         sums = torch.where(is_absent, 1, sums)
     factor = sums[..., None]
-    if keeps_constants and has_gradient:
-        constant = kernel.ranks.mean(right.detach(), value.detach())
-        fixed = factor.detach()
-        applied = fixed * out + (factor - fixed) * (out - constant)  # of which the second is 0, but for derivatives
-    else:
-        applied = factor * out
-    return applied.to(dtype), sums
+    return (factor * out + factor.detach() * constant).to(dtype), sums
+
+
+def _constant(ranks: Ranks, bias: Tensor, value: Tensor) -> Tensor:
+    """The means (*batch, 1, C) of values, by weights e^b, of channels that they dominate; 0 of all others.
+
+    Signals near 0, such as a Dirac's, are left as they are, so that what is positive stays so to the last digit.
+    """
+    mean = ranks.mean(bias, value)
+    spread = ranks.mean(bias, (value - mean).square()).sqrt()
+    return torch.where(mean.abs() > spread, mean, 0)
 
 
 def _has_gradient(kernel: Kernel, *tensors: Tensor) -> bool:

@@ -60,7 +60,7 @@ def check(kernel, matrix, tolerance=1e-9):
     torch.testing.assert_close(found.out, expected[0], rtol=0, atol=10 * tolerance)
     torch.testing.assert_close(kernel.attend(bias).lse, expected[1], rtol=0, atol=tolerance)
     if kernel.method == "tiles":  # by torch, as on other devices and for second derivatives
-        query, key = (x[None] for x in kernel._embedded)
+        query, key = (x[None] for x in kernel._embedded())
         found = kernel._engine._pair.attend_listed(query, key, value[None], bias[None], kernel._overlap, 1e-10)
         torch.testing.assert_close(found.lse[0], expected[1], rtol=0, atol=tolerance)
         torch.testing.assert_close(found.out[0], expected[0], rtol=0, atol=10 * tolerance)

@@ -15,7 +15,8 @@ def attention_arguments(
     query: Tensor, key: Tensor, value: Tensor | None, bias: Tensor | None, tol: float
 ) -> torch.Size:
     """Checks the arguments of `attend` and returns their common batch shape."""
-    if any(x is not None and torch._C._functorch.is_functorch_wrapped_tensor(x) for x in (query, key, value, bias)):
+    given = [x for x in (query, key, value, bias) if isinstance(x, Tensor)]
+    if any(torch._C._functorch.is_functorch_wrapped_tensor(x) for x in given):
         raise NotImplementedError(
             "qattn does not run inside torch.func (vmap, grad, jacrev, jvp). Give batches as leading axes, and "
             "differentiate with torch.autograd: `torch.autograd.grad` or `torch.autograd.functional.jacobian`."
