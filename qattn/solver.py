@@ -249,7 +249,7 @@ def apply_and_sum(
     if has_gradient:  # averages that are rounded to 16 bits would be differentiated as such
         value = value.to(torch.promote_types(dtype, kernel.dtype))
     if has_gradient and keeps_constants:
-        constant = _constant(kernel.ranks, right.detach(), value.detach())
+        constant = kernel.ranks.mean(right.detach(), value.detach())
         value = value - constant
     out, lse = kernel.attend(right, value)
     assert out is not None
@@ -258,16 +258,6 @@ def apply_and_sum(
         sums = torch.where(is_absent, 1, sums)
     factor = sums[..., None]
     return (factor * out + factor.detach() * constant).to(dtype), sums
-
-
-def _constant(ranks: Ranks, bias: Tensor, value: Tensor) -> Tensor:
-    """The means (*batch, 1, C) of values, by weights e^b, of channels that they dominate; 0 of all others.
-
-    Signals near 0, such as a Dirac's, are left as they are, so that what is positive stays so to the last digit.
-    """
-    mean = ranks.mean(bias, value)
-    spread = ranks.mean(bias, (value - mean).square()).sqrt()
-    return torch.where(mean.abs() > spread, mean, 0)
 
 
 def _has_gradient(kernel: Kernel, *tensors: Tensor) -> bool:
