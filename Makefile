@@ -26,7 +26,7 @@ demo: install
 doctor: install
 	$(BIN)/qattn doctor
 
-# Quick sizes; `make bench FULL=1` takes those of the README, and hours.
+# Quick sizes; `make bench FULL=1` takes those of docs/speed.md, and hours.
 bench: install
 	$(BIN)/python benchmarks/all.py $(if $(FULL),--full)
 

@@ -14,7 +14,8 @@ import torch
 
 import qattn
 
-RESULTS = Path(__file__).parent / "results"
+RECORDS = Path(__file__).parent / "records"  # of full sizes, committed
+RESULTS = Path(__file__).parent / "results"  # of quick ones
 
 
 def parsed(parser: argparse.ArgumentParser, **sizes: object) -> argparse.Namespace:
@@ -92,8 +93,8 @@ def finding(case: str, ours: str, rows: list[dict[str, object]], figure: str = "
 
 
 def save(name: str, rows: list[dict[str, object]], findings: list[dict[str, str]], quick: bool) -> Path:
-    """Writes rows, findings and the environment to results/<name>.json, or results/quick/<name>.json."""
-    path = (RESULTS / "quick" if quick else RESULTS) / f"{name}.json"
+    """Writes rows, findings and the environment to records/<name>.json, or results/<name>.json for quick sizes."""
+    path = (RESULTS if quick else RECORDS) / f"{name}.json"
     path.parent.mkdir(exist_ok=True, parents=True)
     path.write_text(json.dumps({"environment": environment(), "findings": findings, "rows": rows}, indent=1))
     print(f"\nwrote {path.relative_to(RESULTS.parent)}")

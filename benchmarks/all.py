@@ -1,7 +1,7 @@
 """Runs every benchmark, one after the other, and sums up what they found in one table.
 
 Quick sizes by default, which show that everything works and about where it stands; `--full` takes the sizes of the
-tables in the README, and hours.
+tables in docs/speed.md, and hours.
 """
 
 import argparse
@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from _measure import RESULTS, environment
+from _measure import RECORDS, RESULTS, environment
 
 SCRIPTS = (
     "attention",
@@ -28,9 +28,9 @@ SCRIPTS = (
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--full", action="store_true", help="sizes of the tables in the README")
+    parser.add_argument("--full", action="store_true", help="sizes of the tables in docs/speed.md")
     options = parser.parse_args()
-    folder, flags = (RESULTS, []) if options.full else (RESULTS / "quick", ["--quick"])
+    folder, flags = (RECORDS, []) if options.full else (RESULTS, ["--quick"])
     lines, failed = ["| benchmark | case | qattn | others |", "|---" * 4 + "|"], []
     for name in SCRIPTS:
         start = time.perf_counter()

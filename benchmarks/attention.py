@@ -68,7 +68,7 @@ def error(attended, inputs, rows=300):
     """Largest error of lse and out on some rows, against float64."""
     query = inputs.query[:, :rows].double()
     value = None if inputs.value is None else inputs.value.double()
-    exact = Inputs(query, inputs.key.double(), value, inputs.bias.double(), inputs.score, 1e-3, inputs.batch)
+    exact = Inputs(query, inputs.key.double(), value, inputs.bias.double(), score=inputs.score)
     expected = BACKENDS["reference"].attend(exact)
     return max(
         float((got[:, :rows].double() - want).abs().max())

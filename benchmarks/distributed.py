@@ -21,8 +21,8 @@ import torch.distributed as dist
 from _measure import environment, once, parsed, save
 
 import qattn
-from qattn.distributed import ShardedGaussian, shard
-from qattn.kernels.fourier import modes
+from qattn.distributed import shard
+from qattn.kernels.gaussian.fourier import modes
 from qattn.shapes import creature
 
 CHANNELS = 8
@@ -55,16 +55,16 @@ def one(rank, size, port, most, path):
             mine = points[index].clone()
             del points
             some = mine[:: max(1, len(mine) // 1000)]  # imports and compiles everything
-            qattn.diffusion(ShardedGaussian(some, 0.3, method=method), signal=some)
+            qattn.diffuse(qattn.GaussianKernel(some, 0.3, method=method, group="world"), None, some)
             signal = torch.randn(len(mine), CHANNELS)
-            q, _, megabytes = once(
-                lambda x=mine, s=signal, b=bandwidth, m=method: qattn.diffusion(
-                    ShardedGaussian(x, b, method=m), signal=s
+            (_, q), _, megabytes = once(
+                lambda x=mine, s=signal, b=bandwidth, m=method: qattn.diffuse(
+                    qattn.GaussianKernel(x, b, method=m, group="world"), None, s
                 )
             )
-            error = float(q.error())
+            error = float(q.kernel_error())
             assert error <= 1e-3
-            group = q.kernel.group
+            group = q.kernel.ranks
             row = {
                 "method": method,
                 "N": N,

@@ -29,7 +29,7 @@ DENSE_LIMIT = 2500  # points: beyond, 32 matrices and what autograd keeps of the
 
 
 def by_qattn(**options):
-    layer = QDiffusion(SCALES, sigma=SIGMA, applications=APPLICATIONS, **options)
+    layer = QDiffusion(SCALES, sigma=SIGMA, num_applications=APPLICATIONS, **options)
 
     def run(signal, points, log_sigma):
         return torch.func.functional_call(layer, {"log_sigma": log_sigma}, (signal, points))

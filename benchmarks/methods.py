@@ -13,7 +13,7 @@ import torch
 from _measure import environment, parsed, save, seconds
 
 from qattn import GaussianKernel
-from qattn.kernels.methods import METHODS
+from qattn.kernels.gaussian.cost import METHODS
 from qattn.pictures import figure
 
 TOL = 1e-3
@@ -45,7 +45,7 @@ def main():
                     if estimate > options.limit:
                         continue
                     kernel = GaussianKernel(points, sigma, method=method, tol=TOL)
-                    error = float(kernel.error(rows=64))
+                    error = float(kernel.error(num_rows=64))
                     assert error <= TOL, (method, error)
                     took[method] = seconds(partial(kernel.attend, bias), budget=0.3)
                     applied = seconds(partial(kernel.attend, bias, value), budget=0.3)

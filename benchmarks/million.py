@@ -28,8 +28,8 @@ NEIGHBOURS = 2.2  # bandwidths, in mean spacings of the points
 
 
 def by_qattn(points, signal, sigma):
-    q = qattn.diffusion(points, sigma, signal=signal)
-    return q.applied, {"method": q.kernel.method, "passes": int(q.num_iter)}, lambda: float(q.error())
+    smooth, q = qattn.diffuse(points, sigma, signal)
+    return smooth, {"method": q.kernel.method, "passes": int(q.num_iter)}, lambda: float(q.kernel_error())
 
 
 def by_neighbours(k):
@@ -98,7 +98,7 @@ def one(name, path, sigma):
     some = creature(2000)[0]  # imports and compiles everything, by each of the methods
     if name == "qattn":
         for method in ("exact", "tiles", "fourier"):
-            qattn.diffusion(some, 0.2, method=method, signal=signal[: len(some)])
+            qattn.diffuse(some, 0.2, signal[: len(some)], method=method)
         qattn.diffusion(some.repeat(4, 1), 0.2)
     run(some, signal[: len(some)], 0.2)
     (applied, figures, error), took, megabytes = once(lambda: run(points, signal, sigma))

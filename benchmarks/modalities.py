@@ -71,8 +71,8 @@ def edges(n):
 
 def by_kernel(make):
     def run(data, signal):
-        q = qattn.diffusion(make(data), tol=TOL, signal=signal)
-        return q.applied, int(q.num_iter), float(q.marginal_error), lambda: float(q.error(rows=64))
+        smooth, q = qattn.diffuse(make(data), None, signal, tol=TOL)
+        return smooth, int(q.num_iter), float(q.marginal_error), lambda: float(q.kernel_error(num_rows=64))
 
     return run
 
@@ -155,7 +155,7 @@ CASES = {
     "shell in 1024³, σ = 2 voxels": in_a_box(shell, 1024),
     "graph of a million edges": (
         lambda: edges(1_000_000),
-        {"qattn": by_kernel(lambda data: qattn.GraphKernel((data, None))), "SciPy sparse": graph_by_scipy},
+        {"qattn": by_kernel(lambda data: qattn.GraphKernel(data)), "SciPy sparse": graph_by_scipy},
     ),
 }
 

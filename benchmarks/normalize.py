@@ -11,7 +11,7 @@ import math
 import torch
 from _measure import environment, finding, parsed, save, seconds
 
-from qattn import diffusion
+from qattn import Solver, diffuse, diffusion
 from qattn.pictures import curves, figure
 
 CHANNELS = 8
@@ -51,9 +51,7 @@ def problem(n):
 
 
 def candidates(tol):
-    runs = {
-        "qattn": lambda points, signal, sigma: diffusion(points, sigma, tol=tol, signal=signal, method="exact").applied
-    }
+    runs = {"qattn": lambda points, signal, sigma: diffuse(points, sigma, signal, tol=tol, method="exact")[0]}
     runs["dense torch"] = lambda *arguments: published(*arguments, dense)
     try:
         import pykeops as package
@@ -67,7 +65,9 @@ def candidates(tol):
 
 def reached(points, sigma):
     """The marginal error after 10 plain iterations, which qattn is asked to reach too."""
-    q = diffusion(points.double(), sigma, tol=0, max_iter=ITERATIONS + 1, iteration="plain", method="exact")
+    q = diffusion(
+        points.double(), sigma, tol=0, solver=Solver(max_iter=ITERATIONS + 1, iteration="plain"), method="exact"
+    )
     return float(q.marginal_error)
 
 
@@ -81,7 +81,7 @@ def main():
     for N in options.sizes:
         points, signal = problem(N)
         tol = reached(points, options.sigma)
-        exact = diffusion(points.double(), options.sigma, tol=1e-10, signal=signal.double(), method="exact").applied
+        exact = diffuse(points.double(), options.sigma, signal.double(), tol=1e-10, method="exact")[0]
         for name, run in candidates(tol).items():
             if N > 20_000 and name != "qattn":
                 continue  # minutes for PyKeOps, more than 24 GB for dense torch

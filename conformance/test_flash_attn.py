@@ -19,7 +19,6 @@ from qattn.attended import Attended
 from qattn.attention import dot_product
 from qattn.attention.flash_attn import PACKAGES, FlashAttn, attend_with
 from qattn.attention.inputs import Inputs
-from qattn.attention.score import gaussian
 from qattn.lift import lift, pad
 
 # The package registers its operator for CUDA alone; interpreted, the same function takes CPU tensors.
@@ -48,7 +47,7 @@ def sphere(sigma: float) -> Tensor:
 
 def given(points: Tensor, value: Tensor | None = None, bias: Tensor | None = None) -> Inputs:
     """Inputs that no rounding disqualifies: the errors are what is measured here."""
-    return Inputs(points, points, value, bias, gaussian, 1.0, points.shape[:1])
+    return Inputs(points, points, value, bias, tol=1.0)
 
 
 def dense_scores(points: Tensor) -> Tensor:

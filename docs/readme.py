@@ -1,5 +1,6 @@
-"""The READMEs as pages of the site, so that nothing has to be said twice."""
+"""Markdown files of the repository as pages of the site, so that nothing is said twice."""
 
+import posixpath
 import re
 from pathlib import Path
 from typing import Any
@@ -7,14 +8,28 @@ from typing import Any
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-PAGES = {"README.md": "readme.md", "examples/paper/README.md": "paper.md"}
+PAGES = {
+    "README.md": "index.md",
+    "examples/paper/README.md": "paper.md",
+    "benchmarks/README.md": "benchmarks.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+}
 
 
 def on_files(files: Files, config: MkDocsConfig, **_: Any) -> Files:
-    """Adds the pages. Images lie beside them; other files of the repository are not there, so links to them go."""
+    """Add the pages, with links to what the site has; of other links the text is left."""
+    root = Path(config.config_file_path).parent
     for path, page in PAGES.items():
-        text = (Path(config.config_file_path).parent / path).read_text(encoding="utf-8")
-        text = text.replace("](docs/images/", "](images/")
-        text = re.sub(r"(?<!!)\[([^\]]+)\]\((?!https?:|#)[^)]+\)", r"\1", text)
+
+        def link(match: re.Match[str], path: str = path) -> str:
+            text, target, anchor = match.groups(default="")
+            name = posixpath.normpath(posixpath.join(posixpath.dirname(path), target))
+            if name not in PAGES and not name.startswith("docs/"):
+                return text
+            return f"[{text}]({PAGES.get(name, name.removeprefix('docs/'))}{anchor})"
+
+        text = (root / path).read_text(encoding="utf-8")
+        text = re.sub(r"\[([^\]]*)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)", link, text)
         files.append(File.generated(config, page, content=text))
     return files

@@ -32,7 +32,7 @@ from tqdm import trange
 import qattn
 from qattn.maps import fit_functional_map, functional_map, point_map, zoomout
 from qattn.nn import QDiffNet
-from qattn.pictures import seen
+from qattn.pictures import camera_view
 from qattn.shapes import creature, posed
 from qattn.signatures import wave_kernel_signature
 
@@ -49,7 +49,6 @@ class Shape:
     home: Tensor  # (N, 3), where they are in the pose that all shapes share: only truth knows
     mass: Tensor  # (N,)
     spectrum: qattn.Spectrum
-    frequencies: Tensor  # (k,)
     signatures: Tensor  # (N, C)
 
 
@@ -101,9 +100,7 @@ def sampled(home, pose, seed, unit, options):
     mass = qattn.mass.density(points, 1.5 * unit)
     sigma = options.sigma * unit
     spectrum = qattn.eigsh(qattn.diffusion(points, sigma, mass, tol=1e-6), options.k)
-    frequencies = qattn.laplacian_eigenvalues(spectrum.values, sigma)
-    signatures = wave_kernel_signature(frequencies, spectrum, count=64)
-    return Shape(points, home[chosen], mass, spectrum, frequencies, signatures)
+    return Shape(points, home[chosen], mass, spectrum, wave_kernel_signature(spectrum, num_energies=64))
 
 
 def geodesics(shape):
@@ -126,10 +123,7 @@ def features(network, shapes):
 
 
 def fitted(source, target, features_s, features_t, options):
-    frequencies = source.frequencies, target.frequencies
-    return fit_functional_map(
-        source.spectrum, target.spectrum, features_s, features_t, frequencies=frequencies, weight=options.weight
-    )
+    return fit_functional_map(source.spectrum, target.spectrum, features_s, features_t, weight=options.weight)
 
 
 def losses(a, b, features_a, features_b, options):
@@ -154,9 +148,9 @@ def trained(shapes, unit, options):
         64,
         num_scales=options.scales,
         num_blocks=options.blocks,
-        sigma=(1.2 * unit, 12 * unit),
+        sigma_range=(1.2 * unit, 12 * unit),
         chiral=options.chiral,
-        adjoint="detach",
+        solver=qattn.Solver(adjoint="detach"),
     )
     optimizer = torch.optim.Adam(network.parameters(), lr=5e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps, eta_min=1e-4)
@@ -242,7 +236,7 @@ def draw(errors, first, options):
         (f"signatures, {100 * errors[theirs][0, 0].mean():.1f}%", target, first[theirs]),
     ]
     for axis, (title, shape, index) in zip(axes, clouds, strict=False):
-        view, _ = seen(*2 * [turned(shape.points, shape.home)])
+        view, _ = camera_view(*2 * [turned(shape.points, shape.home)])
         order = view[:, 2].argsort()
         axis.scatter(*view[order, :2].T, c=colours[index][order].numpy(), s=45_000 / len(order), linewidths=0)
         axis.set(title=title, aspect="equal")

@@ -12,7 +12,7 @@ import torch
 from quick import parsed
 
 import qattn
-from qattn.pictures import figure, heat, scatter, seen
+from qattn.pictures import camera_view, figure, heat, scatter
 from qattn.shapes import creature
 
 
@@ -38,7 +38,9 @@ def main():
     for axis, steps in zip(picture.subplots(1, 4), (1, 8, 32, 128), strict=True):
         density, done = q.power(steps - done, density), steps
         print(f"{steps:6d} {float(density.mean()):9.6f} {float(density.min()):9.1e} {float(density.max()):9.1e}")
-        scatter(axis, *seen(points, normals), heat(density), size=28 * 20_000 / N, title=f"$Q^{{{steps}}}\\delta$")
+        scatter(
+            axis, *camera_view(points, normals), heat(density), size=28 * 20_000 / N, title=f"$Q^{{{steps}}}\\delta$"
+        )
     picture.savefig(options.output, dpi=110)
     print(f"wrote {options.output}")
 

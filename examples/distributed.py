@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 import qattn
-from qattn.distributed import ShardedGaussian, gather, shard
-from qattn.pictures import colour_map, figure, heat, render, scatter, seen, show
+from qattn.distributed import gather, shard
+from qattn.pictures import camera_view, colormap, figure, heat, render, scatter, show
 from qattn.shapes import creature, creature_parts
 
 
@@ -49,7 +49,7 @@ def main():
     mine = points[index].to(device)
     say(f"{options.points:,} points on {size} ranks, {len(index):,} on this one")
 
-    kernel = ShardedGaussian(mine, options.sigma)
+    kernel = qattn.GaussianKernel(mine, options.sigma, group="world")
     options.folder.mkdir(exist_ok=True)
     file = options.folder / f"{options.points}-{options.sigma:g}-{rank}-of-{size}.pt"
     saved = torch.load(file) if file.exists() else None
@@ -59,16 +59,16 @@ def main():
 
     nose = torch.zeros(len(mine), 1, device=device)
     nose[index.to(device) == int(points[:, 0].argmax())] = 1.0  # on one rank only
-    before = kernel.group.sent
+    before = kernel.ranks.sent
     warm = q.power(options.power, nose)
-    say(f"{options.power} steps of diffusion: {(kernel.group.sent - before) / 1e6:.2f} MB sent by this rank")
+    say(f"{options.power} steps of diffusion: {(kernel.ranks.sent - before) / 1e6:.2f} MB sent by this rank")
     whole, owner = (gather(x, index.to(device)).cpu() for x in (warm[:, 0], torch.full_like(warm[:, 0], rank)))
     say(f"total heat {float(whole.mean() * options.points):.6f}, highest {float(whole.amax()):.2e}")
     if rank == 0:
         picture = figure(15, 4)
         first, second, third = picture.subplots(1, 3)
         width = min(700, int(0.7 * options.points**0.5))  # so that no gaps are seen between points
-        show(first, render(points, normals, colour_map("Set2", (owner + 0.5) / 8), width), f"held by {size} ranks")
+        show(first, render(points, normals, colormap("Set2", (owner + 0.5) / 8), width), f"held by {size} ranks")
         show(second, render(points, normals, heat(whole), width), f"a Dirac after {options.power} steps")
 
     # A network that learns the parts of the body, one cloud over all ranks.
@@ -77,7 +77,9 @@ def main():
     x, labels = points[index].to(device), creature_parts(points)[index].to(device)
     torch.manual_seed(0)
     parts = int(creature_parts(points).amax()) + 1
-    network = qattn.nn.QDiffNet(3, parts, num_scales=4, features=4, num_blocks=2, sigma=(0.05, 0.5), sharded=True)
+    network = qattn.nn.QDiffNet(
+        3, parts, num_scales=4, channels_per_scale=4, num_blocks=2, sigma_range=(0.05, 0.5), group="world"
+    )
     parallel = DistributedDataParallel(network.to(device))
     optimizer = torch.optim.Adam(parallel.parameters(), lr=0.01)
     bar = tqdm(range(options.steps), desc="Training", disable=rank > 0)
@@ -91,8 +93,8 @@ def main():
     found, truth = (gather(x, index.to(device)).cpu() for x in (parallel(x, x).argmax(-1), labels))
     say(f"{float((found == truth).float().mean()):.0%} of the points are known by their part")
     if rank == 0:
-        colours = colour_map("tab10", (found + 0.5) / 10)
-        scatter(third, *seen(points, normals), colours, 160_000 / options.train, title="parts that were learned")
+        colours = colormap("tab10", (found + 0.5) / 10)
+        scatter(third, *camera_view(points, normals), colours, 160_000 / options.train, title="parts that were learned")
         picture.savefig(options.output, dpi=90)
         print(f"wrote {options.output}")
     dist.destroy_process_group()

@@ -27,21 +27,21 @@ def main():
     points, normals = creature(options.points)
     noise = torch.randn(len(points), 3, generator=torch.Generator().manual_seed(0))
     for method in ("exact", "tiles", "fourier"):  # compiles the loops, once for all
-        qattn.diffusion(points[:1000], 0.3, method=method, signal=noise[:1000])
+        qattn.diffuse(points[:1000], 0.3, noise[:1000], method=method)
 
     print(f"{'sigma':>7} {'method':>8} {'passes':>7} {'|Q1 - 1|':>9} {'row error':>10} {'seconds':>8} {'peak MB':>8}")
     picture = figure(4 * len(options.sigmas), 3.6)
     axes = picture.subplots(1, len(options.sigmas), squeeze=False)[0]
     for axis, sigma in zip(axes, options.sigmas, strict=True):
         start = time.perf_counter()
-        q = qattn.diffusion(points, sigma, signal=noise)
+        smooth, q = qattn.diffuse(points, sigma, noise)
         took = time.perf_counter() - start
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        figures = [int(q.num_iter), float(q.marginal_error), float(q.error()), took, peak]
+        figures = [int(q.num_iter), float(q.marginal_error), float(q.kernel_error()), took, peak]
         print(
             f"{sigma:7g} {q.kernel.method:>8} {'{:7d} {:9.1e} {:10.1e} {:8.2f} {:8.0f}'.format(*figures)}", flush=True
         )
-        smooth = q.applied - q.applied.mean(0)
+        smooth = smooth - smooth.mean(0)
         image = render(points, normals, 0.5 + smooth / (5 * smooth.std(0)))
         show(axis, image, f"σ = {sigma:g}   {q.kernel.method}, {took:.1f} s")
     print(f"\n{q.kernel}")

@@ -13,7 +13,7 @@ from scipy.spatial import cKDTree
 from sklearn.mixture import GaussianMixture
 
 import qattn
-from qattn.pictures import figure, heat, light, scatter, seen
+from qattn.pictures import camera_view, figure, heat, light, scatter
 from qattn.shapes import creature, creature_distance
 
 NOSE = torch.tensor([1.02, 0.35, 0.0])
@@ -53,7 +53,7 @@ def graph(n):
     neighbours = torch.from_numpy(cKDTree(points).query(points, 9)[1][:, 1:])
     pairs = torch.stack([torch.arange(n).repeat_interleave(8), neighbours.reshape(-1)])
     pairs = torch.unique(torch.cat([pairs, pairs.flip(0)], dim=1), dim=1)
-    return qattn.GraphKernel((pairs, None)), None, points, pairs
+    return qattn.GraphKernel(pairs), None, points, pairs
 
 
 def spread(points, mass, density):
@@ -80,11 +80,11 @@ def draw_mixture(axis, kernel, density):
     draws = torch.randn(len(density), 150, 3, generator=torch.Generator().manual_seed(0))
     points = kernel.means.float()[:, None] + draws @ torch.linalg.cholesky(covariances).mT
     points, colour = points.reshape(-1, 3), heat(density).repeat_interleave(150, 0)
-    scatter(axis, *seen(points, normals_at(points)), colour, 12)
+    scatter(axis, *camera_view(points, normals_at(points)), colour, 12)
 
 
 def draw_graph(axis, points, pairs, density):
-    view, facing = seen(points, normals_at(points))
+    view, facing = camera_view(points, normals_at(points))
     first, second = pairs[:, (pairs[0] < pairs[1]) & (facing[pairs[0], 2] > -0.2)]
     first, second = (ends[torch.argsort(view[first, 2])] for ends in (first, second))
     shaded = (heat(density) * light(facing)).clamp(0, 1)
@@ -130,7 +130,7 @@ def main():
             draw_graph(axis, points, pairs, density)
         else:
             size, marker = (24, "o") if name == "points" else (22, "s")
-            scatter(axis, *seen(points, normals_at(points)), heat(density), size, marker)
+            scatter(axis, *camera_view(points, normals_at(points)), heat(density), size, marker)
         axis.set_title(f"{len(points):,} {name}", fontsize=15)
         axis.set_aspect("equal")
         axis.axis("off")

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 import qattn
 from qattn.nn import QBlock, QDiffNet
-from qattn.pictures import light, seen
+from qattn.pictures import camera_view, light
 from qattn.shapes import CREATURE_PARTS, creature, creature_parts, posed
 
 K = len(CREATURE_PARTS)
@@ -93,7 +93,7 @@ class QBlocks(Blocks):
     """Blocks that start from the potentials of the first."""
 
     def options(self, points, mass):
-        return {"near": self.blocks[0].attention.diffusion.operator(points, mass)}
+        return {"warm_start": self.blocks[0].attention.diffusion.operator(points, mass)}
 
 
 class SoftmaxBlock(nn.Module):
@@ -136,9 +136,9 @@ def dense(inputs, outputs):
 def networks():
     """Networks of about 60,000 parameters, from features, points and masses to scores of parts (B, N, K)."""
     torch.manual_seed(0)
-    bandwidths = {"sigma": SIGMA, "learn_sigma": False}  # on a CPU, learning them makes a step three times as long
+    bandwidths = {"sigma_range": SIGMA, "learn_sigma": False}  # on a CPU, learning them triples the time of a step
     return {
-        "QDiffNet": QDiffNet(3, K, num_scales=8, num_blocks=3, hidden_layers=1, **bandwidths),
+        "QDiffNet": QDiffNet(3, K, num_scales=8, num_blocks=3, num_hidden_layers=1, **bandwidths),
         "QBlock": QBlocks(48, (QBlock(48, 8, mlp_ratio=3, **bandwidths) for _ in range(3))),
         "PointNet": PointNet(),
         "softmax": Blocks(40, (SoftmaxBlock(40, 4) for _ in range(3))),
@@ -175,7 +175,7 @@ def scores(parts, found):
 
 def draw(axis, animal, parts, title):
     """Points by part, as they stood before they were turned, each as large as the area that it stands for."""
-    view, facing = seen(animal.points @ animal.turn, animal.normals @ animal.turn)
+    view, facing = camera_view(animal.points @ animal.turn, animal.normals @ animal.turn)
     order = torch.argsort(view[:, 2])
     order = order[facing[order, 2] > -0.2]  # the near ones last
     colours = (COLOURS[parts] * light(facing)).clamp(0, 1)
@@ -224,7 +224,7 @@ def main():
         for masses in ("density", "equal") if name.startswith("Q") else ("",):
             print(f"{line:37} {masses:>8}", end="")
             for sampling, animals in tests.items():
-                given = [qattn.mass.uniform(a.points) if masses == "equal" else a.mass for a in animals]
+                given = [torch.full_like(a.mass, 1 / len(a.mass)) if masses == "equal" else a.mass for a in animals]
                 found = [predicted(network, a, mass) for a, mass in zip(animals, given, strict=True)]
                 each = torch.stack([scores(a.parts, parts) for a, parts in zip(animals, found, strict=True)])
                 print(" {:8.1%} {:5.2f}".format(*each.mean(0).tolist()), end="", flush=True)

@@ -1,11 +1,30 @@
-"""Diffusion operators by attention: kernels, Sinkhorn-normalised, on the attention kernels that exist."""
+"""Diffusion operators by attention.
+
+A symmetric kernel K with point masses m becomes the operator Q = ΛKMΛ, Λ = diag(e^f), M = diag(m), once the potential f
+makes its rows sum to one. Q keeps constants and mass, is self-adjoint for the masses, and has its spectrum in [0, 1].
+
+    q = qattn.diffusion(points, sigma=0.1)  # normalize: a few passes of attention
+    smooth = q @ signal  # apply: one pass
+
+| task | names |
+|---|---|
+| make and apply operators | `diffusion`, `diffuse`, `Diffusion`, `Solver`, `check_axioms` |
+| kernels of points | `GaussianKernel`, `ExponentialKernel`, `MaternKernel`, `RationalQuadraticKernel` |
+| kernels of other data | `MixtureKernel`, `VoxelKernel`, `GraphKernel`, `MatrixKernel` |
+| eigenpairs, signatures, maps | `eigsh`, `Spectrum`, `signatures`, `maps` |
+| layers for networks | `nn` |
+| flows, geodesics, distances | `flows`, `geodesics`, `distances` |
+| masses, shapes, batches, files | `mass`, `shapes`, `sampling`, `ragged`, `io` |
+| several processes | `distributed`, and `group=` of `GaussianKernel` |
+| the primitive, and its backends | `attend`, `merge`, `Attended`, `backends` |
+"""
 
 from importlib import import_module
 from types import ModuleType
 
-from qattn import distributed, flows, geodesics, io, maps, mass, ragged, sampling, shapes, signatures
+from qattn import distances, distributed, flows, geodesics, io, maps, mass, ragged, sampling, shapes, signatures
 from qattn.attended import Attended, merge
-from qattn.attention import attend, gaussian
+from qattn.attention import attend
 from qattn.axioms import AxiomReport, check_axioms
 from qattn.doctor import BackendReport, backends
 from qattn.kernels import (
@@ -19,15 +38,15 @@ from qattn.kernels import (
     RationalQuadraticKernel,
     VoxelKernel,
 )
-from qattn.operators import Diffusion, diffusion
-from qattn.solver import SinkhornResult, sinkhorn
-from qattn.spectral import Spectrum, eigsh, laplacian_eigenvalues
+from qattn.operators.diffusion import Diffusion, diffuse, diffusion
+from qattn.operators.sinkhorn import SinkhornResult, Solver, sinkhorn
+from qattn.spectra import Spectrum, eigsh, laplacian_eigenvalues
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def __getattr__(name: str) -> ModuleType:
-    """`qattn.nn` without an import of its own; not before it is asked for, because huggingface_hub takes a while."""
+    """Import `qattn.nn` at its first use, because huggingface_hub takes a while to import."""
     if name == "nn":
         return import_module("qattn.nn")
     raise AttributeError(f"module 'qattn' has no attribute {name!r}")
@@ -47,16 +66,18 @@ __all__ = [
     "MixtureKernel",
     "RationalQuadraticKernel",
     "SinkhornResult",
+    "Solver",
     "Spectrum",
     "VoxelKernel",
     "attend",
     "backends",
     "check_axioms",
+    "diffuse",
     "diffusion",
+    "distances",
     "distributed",
     "eigsh",
     "flows",
-    "gaussian",
     "geodesics",
     "io",
     "laplacian_eigenvalues",

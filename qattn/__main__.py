@@ -1,4 +1,4 @@
-"""`python -m qattn` and the console script, which need the extra `cli`."""
+"""Entry point of `python -m qattn` and of the console script, which need the extra `cli`."""
 
 import gc
 import sys
@@ -7,8 +7,8 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Runs the command line."""
-    gc.freeze()  # what PyTorch has loaded stays, and looking through it for garbage takes half a second
+    """Run the command line."""
+    gc.freeze()  # otherwise the collector scans all of PyTorch's objects, which takes half a second
     try:
         from qattn.cli import app
     except ModuleNotFoundError as error:

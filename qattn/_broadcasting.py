@@ -1,4 +1,4 @@
-"""Shapes that broadcast, without `torch.broadcast_shapes`, whose first call imports SymPy for half a second."""
+"""Broadcasting of shapes without `torch.broadcast_shapes`, whose first call imports SymPy for half a second."""
 
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -9,9 +9,12 @@ __all__ = ["broadcast_shapes"]
 
 
 def broadcast_shapes(*shapes: Sequence[int]) -> torch.Size:
-    """The shape to which tensors of these shapes broadcast; RuntimeError if they do not.
+    """Return the shape to which tensors of these shapes broadcast.
 
-    Example:
+    Raises:
+        RuntimeError: If they do not broadcast.
+
+    Examples:
         >>> broadcast_shapes((5, 1), (3,), ())
         torch.Size([5, 3])
     """

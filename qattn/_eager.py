@@ -1,4 +1,4 @@
-"""Functions that `torch.compile` should call, not trace."""
+"""Functions that `torch.compile` calls instead of tracing them."""
 
 import functools
 import sys
@@ -14,9 +14,9 @@ T = TypeVar("T")
 
 
 def eager(function: Callable[P, T]) -> Callable[P, T]:
-    """As `torch.compiler.disable`, which is slow to import, but only once something has been compiled.
+    """Keep `torch.compile` from tracing a function, such as a data-dependent iteration or a compiled loop.
 
-    Iterations that stop by their data and compiled loops of our own have nothing to gain from tracing.
+    Equivalent to `torch.compiler.disable`, which is slow to import and therefore only used once Dynamo is loaded.
     """
     disabled: list[Callable[P, T]] = []
 

@@ -1,4 +1,4 @@
-"""A bar for long work, where someone is looking."""
+"""A progress bar for long computations."""
 
 import sys
 import time
@@ -13,11 +13,11 @@ _PATIENCE = 2.0  # seconds
 
 
 class Progress:
-    """Counts passes, in sight once they have taken two seconds; never where stderr is no terminal.
+    """Count passes, and show a bar once they have taken two seconds, if stderr is a terminal.
 
-    Of several ranks, the first shows its bar.
+    With several ranks, only the first shows a bar.
 
-    Example:
+    Examples:
         >>> with Progress("Sinkhorn") as progress:
         ...     progress.advance(error=torch.tensor(1e-3))
     """
@@ -31,13 +31,13 @@ class Progress:
         return self
 
     def advance(self, **figures: Tensor) -> None:
-        """One more pass, with figures to show beside it: the largest of each tensor, read only if it is shown."""
+        """Count one pass, and show the largest number of each tensor; it is read only if the bar is shown."""
         self._count += 1
         if self._bar is None:
             is_first = not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
             if time.monotonic() - self._start < _PATIENCE or not sys.stderr.isatty() or not is_first:
                 return
-            from tqdm import tqdm  # here, because few ever need it
+            from tqdm import tqdm  # here, because it is rarely needed
 
             self._bar = tqdm(desc=self._name, total=self._total, unit=" passes", leave=False, mininterval=0)
             self._bar.update(self._count - 1)

@@ -1,4 +1,4 @@
-"""Operators as SciPy knows them: a `LinearOperator`, and its extreme eigenvalues."""
+"""Operators for SciPy: a `LinearOperator` of a diffusion, and extreme eigenvalues of symmetric operators."""
 
 import math
 from collections.abc import Callable
@@ -12,18 +12,18 @@ from torch import Tensor
 
 __all__ = ["DiffusionOperator", "extreme_eigenvalues"]
 
-_RESTARTS = 30
-_FEW = 64  # rows, of which all eigenvalues are computed
+_MAX_RESTARTS = 30
+_MAX_DENSE = 64  # rows up to which LAPACK computes all eigenvalues
 
 
 class DiffusionOperator(LinearOperator):  # type: ignore[misc]
-    """Q, or √w Q /√w if a weight w is given, for which Q is self-adjoint; many columns at a time.
+    """SciPy operator of Q, or of √w Q /√w with a weight w for which Q is self-adjoint; applies to many columns at once.
 
     Args:
-        apply: v (N, C) to Qv.
-        apply_transpose: v (N, C) to Qᵀv.
-        like: A vector (N,) of the dtype and on the device of the operator.
-        weight: The weight w (N,) to symmetrise with; rows of weight 0 become 0.
+        apply: Function that maps v (N, C) to Qv.
+        apply_transpose: Function that maps v (N, C) to Qᵀv.
+        like: Vector (N,) with the dtype and device of the operator.
+        weight: Weight w (N,) to symmetrize with, or None for Q itself; rows of weight 0 become 0.
     """
 
     def __init__(
@@ -57,31 +57,37 @@ class DiffusionOperator(LinearOperator):  # type: ignore[misc]
             return self
         return DiffusionOperator(self._apply_transpose, self._apply, self._like, None)
 
-    _transpose = _adjoint  # of real numbers
+    _transpose = _adjoint  # entries are real
 
 
 def extreme_eigenvalues(operator: LinearOperator, tol: float, scale: float, seed: int = 0) -> tuple[float, float]:
-    """The smallest and the largest eigenvalue of a symmetric operator, by Lanczos iteration; NaN if not found.
+    """Estimate the smallest and the largest eigenvalue of a symmetric operator by Lanczos iteration.
 
-    The error is about a tenth of `tol`, relative to `scale` or the largest eigenvalue, whichever is more. The seed is
-    that of the vector to start from, so that the same call gives the same numbers.
+    Args:
+        operator: Symmetric operator of shape (N, N).
+        tol: Tolerance; errors are about a tenth of it, relative to the larger of `scale` and the largest eigenvalue.
+        scale: Smallest number that errors are relative to.
+        seed: Seed of the starting vector; the same seed gives the same numbers.
+
+    Returns:
+        The smallest and the largest eigenvalue, NaN where the iteration did not converge.
     """
     N = operator.shape[0]
-    if N <= _FEW:
+    if N <= _MAX_DENSE:
         dense = torch.as_tensor(operator @ np.eye(N, dtype=operator.dtype)).double()
         values = torch.linalg.eigvalsh((dense + dense.T) / 2)
         return float(values[0]), float(values[-1])
 
     start = np.random.default_rng(seed).uniform(-1, 1, N).astype(operator.dtype)
-    options = {"which": "LA", "tol": 0.1 * tol, "maxiter": _RESTARTS, "v0": start, "return_eigenvectors": False}
+    options = {"which": "LA", "tol": 0.1 * tol, "maxiter": _MAX_RESTARTS, "v0": start, "return_eigenvectors": False}
 
-    def largest_of(some: LinearOperator) -> float:
+    def largest_of(symmetric: LinearOperator) -> float:
         try:
-            return float(eigsh(some, 1, **options)[0])
+            return float(eigsh(symmetric, 1, **options)[0])
         except ArpackNoConvergence:
             return math.nan
 
     largest = largest_of(operator)
-    # ARPACK's tolerance is relative, and useless for an eigenvalue near 0: from a shift it becomes absolute.
+    # ARPACK's tolerance is relative, and useless for an eigenvalue near 0; a shift makes it absolute.
     shift = max(scale, largest)
     return shift - largest_of(shift * aslinearoperator(identity(N, dtype=operator.dtype)) - operator), largest

@@ -1,4 +1,4 @@
-"""Warnings at the line of the caller, however many frames of ours lie between."""
+"""Warnings that point at the line of the user, at any depth of the call stack."""
 
 import sys
 import warnings
@@ -8,13 +8,13 @@ import torch
 
 __all__ = ["warn_caller"]
 
-# Layers are called by way of torch, whose line tells a user as little as ours.
-_INSIDE = tuple(f"{Path(file).parent}/" for file in (__file__, str(torch.__file__)))
+# Layers are called through torch, whose frames are skipped too.
+_SKIPPED = tuple(f"{Path(file).parent}/" for file in (__file__, str(torch.__file__)))
 
 
 def warn_caller(message: str) -> None:
-    """Warns at the innermost frame that is neither qattn's nor torch's."""
+    """Warn at the innermost frame outside qattn and torch."""
     frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_SKIPPED):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)

@@ -1,7 +1,7 @@
-r"""What attention returns, and how two such results join.
+r"""Results of attention, and how two of them join.
 
-For scores s_ij the pair is lse_i = log Σ_j exp(s_ij) and out_i = Σ_j exp(s_ij − lse_i) v_j. Pairs over disjoint sets
-of keys merge into the pair over their union, which is what sums of kernels, tiling and sharding are made of.
+For scores s_ij, attention gives lse_i = log Σ_j exp(s_ij) and out_i = Σ_j exp(s_ij − lse_i) v_j. Results over disjoint
+sets of keys merge into the result over their union: sums of kernels, tiling and sharding are made of that.
 """
 
 from typing import NamedTuple
@@ -9,30 +9,43 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Attended", "merge", "sized"]
+__all__ = ["Attended", "Derivatives", "merge", "sized"]
 
-_LEAST_SIZE = 1e-6  # of the largest row, for those that are 0 but have a derivative
+_MIN_SIZE = 1e-6  # of the largest row, for rows that are 0 but have a derivative
 
 
 class Attended(NamedTuple):
-    """The output of attention and the log of its row sums.
+    """Output of attention and the log of its row sums.
 
     Attributes:
-        out: Weighted means of the values, shape (*batch, N, C); None if there were no values.
-        lse: Log-sum-exp of the scores of each row, shape (*batch, N); −inf where no key is present, and `out` is 0
-            there.
+        out: Weighted means of the values, shape (*batch, N, C); None without values.
+        lse: Log-sum-exp of the scores of each row, shape (*batch, N). Where no key is present it is −inf, and `out` 0.
     """
 
     out: Tensor | None
     lse: Tensor
 
 
+class Derivatives(NamedTuple):
+    """Sums over keys that gradients are made of: Σ_j s̄_ij (1, k_j − q_i, ‖k_j − q_i‖²).
+
+    Attributes:
+        total: Σ_j s̄_ij, shape (B, N).
+        first: Σ_j s̄_ij (k_j − q_i), shape (B, N, D).
+        second: Σ_j s̄_ij ‖k_j − q_i‖², shape (B, N).
+    """
+
+    total: Tensor
+    first: Tensor
+    second: Tensor
+
+
 def merge(a: Attended, b: Attended) -> Attended:
-    r"""Joins attention over two disjoint sets of keys: lse = log(e^a.lse + e^b.lse), out = the mean weighted by e^lse.
+    r"""Join attention over two disjoint sets of keys: lse = log(e^a.lse + e^b.lse), out = the mean weighted by e^lse.
 
-    Associative and commutative, with lse = −inf as its identity.
+    Associative and commutative; lse = −inf is the identity.
 
-    Example:
+    Examples:
         >>> query, key, value = torch.randn(5, 3), torch.randn(8, 3), torch.randn(8, 2)
         >>> whole = attend(query, key, value)
         >>> halves = merge(attend(query, key[:4], value[:4]), attend(query, key[4:], value[4:]))
@@ -51,21 +64,21 @@ def merge(a: Attended, b: Attended) -> Attended:
     lse = torch.where(is_empty, -torch.inf, largest + torch.log(divisor))
     if a.out is None or b.out is None:
         return Attended(None, lse)
-    share = (weight_b / divisor)[..., None]
-    dtype = torch.promote_types(share.dtype, a.out.dtype)  # 16 bits are too few for a share
-    out = torch.lerp(a.out.to(dtype), b.out.to(dtype), share.to(dtype))
-    return Attended(out.to(a.out.dtype), lse)
+    dtype = torch.promote_types(lse.dtype, a.out.dtype)  # 16 bits are too few for a share
+    # Both shares by themselves: 1 minus the larger would have none of the digits of the smaller.
+    share_a, share_b = ((weight / divisor)[..., None].to(dtype) for weight in (weight_a, weight_b))
+    return Attended((share_a * a.out + share_b * b.out).to(a.out.dtype), lse)
 
 
 def sized(column: Tensor) -> tuple[Tensor, Tensor]:
-    """log |v_j| (*batch, M) and v_j / |v_j| (*batch, M, C), in the maximum norm over the channels.
+    """Split a column v (*batch, M, C) into log |v_j| (*batch, M) and v_j / |v_j|, in the maximum norm over channels.
 
-    Weights that contain the sizes of what they multiply let engines see which terms of a sum matter. Sizes have no
-    gradient. Rows of 0 have no weight; where they have a derivative, one that is small.
+    Weights that contain the sizes of what they multiply show engines which terms of a sum matter. Sizes have no
+    gradient. Rows of 0 have no weight, or a small one if they have a derivative.
     """
     size = column.detach().abs().amax(-1).to(torch.promote_types(column.dtype, torch.float32))
     if column.requires_grad and torch.is_grad_enabled() and size.numel():
-        size = size.clamp(min=float(_LEAST_SIZE * size.amax()) or 1.0)
-    is_zero = size == 0
-    safe = torch.where(is_zero, 1, size)
-    return torch.where(is_zero, -torch.inf, torch.log(safe)), (column / safe[..., None]).to(column.dtype)
+        size = size.clamp(min=float(_MIN_SIZE * size.amax()) or 1.0)
+    is_zero = size < torch.finfo(size.dtype).tiny  # the reciprocal of a smaller one may be infinite
+    divisor = torch.where(is_zero, 1, size)
+    return torch.where(is_zero, -torch.inf, torch.log(divisor)), (column / divisor[..., None]).to(column.dtype)

@@ -1,7 +1,7 @@
-r"""The axioms of a diffusion operator (Definition 4.2 of the paper), measured.
+r"""Measurements of the axioms of a diffusion operator (Definition 4.2 of the paper).
 
-(i) self-adjoint for the masses, (ii) Q1 = 1, (iii) spectrum in [0, 1], (iv) Qf ≥ 0 for f ≥ 0; (i) and (ii) together
-conserve mass.
+(i) Q is self-adjoint for the masses, (ii) Q1 = 1, (iii) the spectrum lies in [0, 1], (iv) Qf ≥ 0 for f ≥ 0. Together,
+(i) and (ii) conserve mass.
 """
 
 from dataclasses import dataclass
@@ -9,25 +9,25 @@ from dataclasses import dataclass
 import torch
 
 from qattn import _checks
-from qattn.operators import Diffusion
+from qattn.operators.diffusion import Diffusion
 
 __all__ = ["AxiomReport", "check_axioms"]
 
-_SIGNALS = 8
+_NUM_SIGNALS = 8
 
 
 @dataclass(frozen=True)
 class AxiomReport:
-    """How far an operator is from each axiom, and whether that is within a tolerance.
+    """Deviations of an operator from the axioms, and verdicts for a tolerance.
 
     Attributes:
-        asymmetry: The largest ‖Q*u − Qu‖ / ‖Qu‖ over random signals u, with the adjoint Q* = M⁻¹QᵀM for the masses.
-        constants: The mass-weighted mean of |Q1 − 1|.
-        smallest_eigenvalue: An estimate from above, good to the tolerance; NaN if it was not found.
-        largest_eigenvalue: An estimate from below, likewise.
-        negativity: The largest −Qf over random signals 0 ≤ f ≤ 1; 0 if none is negative.
-        mass_error: Σ|Qᵀm − m| / Σm: the most by which the mass of a signal |f| ≤ 1 can change, relative to that of 1.
-        tol: What counts as holding.
+        asymmetry: Largest ‖Q*u − Qu‖ / ‖Qu‖ over random signals u, with the adjoint Q* = M⁻¹QᵀM for the masses.
+        constants: Mass-weighted mean of |Q1 − 1|.
+        smallest_eigenvalue: Upper estimate of the smallest eigenvalue, accurate to `tol`; NaN if it was not found.
+        largest_eigenvalue: Lower estimate of the largest eigenvalue, accurate to `tol`; NaN if it was not found.
+        negativity: Largest −Qf over random signals 0 ≤ f ≤ 1; 0 if none is negative.
+        mass_error: Σ|Qᵀm − m| / Σm, the largest change of the mass of a signal |f| ≤ 1, relative to the mass of 1.
+        tol: Deviation up to which an axiom counts as satisfied.
     """
 
     asymmetry: float
@@ -40,7 +40,7 @@ class AxiomReport:
 
     @property
     def verdicts(self) -> dict[str, bool]:
-        """Whether each of them holds."""
+        """Whether each axiom holds, by name."""
         return {
             "self-adjoint": self.asymmetry <= self.tol,
             "keeps constants": self.constants <= self.tol,
@@ -51,7 +51,7 @@ class AxiomReport:
 
     @property
     def holds(self) -> bool:
-        """Whether all of them hold."""
+        """Whether all axioms hold."""
         return all(self.verdicts.values())
 
     def __str__(self) -> str:
@@ -70,14 +70,17 @@ class AxiomReport:
 
 
 def check_axioms(q: Diffusion, *, tol: float = 1e-2, seed: int = 0) -> AxiomReport:
-    """Measures the axioms of a diffusion operator, by some thirty applications to random signals.
+    """Measure the axioms of a diffusion operator, by about thirty applications to random signals.
 
     Args:
-        q: An operator of one cloud with one bandwidth.
-        tol: What counts as holding.
-        seed: Which signals.
+        q: Operator of one cloud with one bandwidth, shape (N, N).
+        tol: Deviation up to which an axiom counts as satisfied.
+        seed: Seed of the random signals.
 
-    Example:
+    Returns:
+        The deviations and verdicts; `print` shows them as a table.
+
+    Examples:
         >>> points = torch.nn.functional.normalize(torch.randn(300, 3), dim=-1)
         >>> check_axioms(diffusion(points, 0.3)).holds
         True
@@ -85,7 +88,7 @@ def check_axioms(q: Diffusion, *, tol: float = 1e-2, seed: int = 0) -> AxiomRepo
         False
     """
     _checks.positive("`tol`", tol)
-    _checks.held_alone("check_axioms", q.kernel.ranks)
+    q.kernel.ranks.check_alone("check_axioms")
     if len(q.shape) > 2:
         raise ValueError(
             f"`check_axioms` takes one cloud with one bandwidth; this operator has shape {tuple(q.shape)}."
@@ -93,29 +96,29 @@ def check_axioms(q: Diffusion, *, tol: float = 1e-2, seed: int = 0) -> AxiomRepo
     generator = torch.Generator().manual_seed(seed)
     N, dtype, device = q.shape[-1], q.kernel.dtype, q.kernel.device
     mass = torch.as_tensor(q.mass, device=device).detach().double().expand(N)
-    normal = torch.randn(N, _SIGNALS, generator=generator).to(device, dtype)
-    uniform = torch.rand(N, _SIGNALS, generator=generator).to(device, dtype) ** 4
+    normal = torch.randn(N, _NUM_SIGNALS, generator=generator).to(device, dtype)
+    uniform = torch.rand(N, _NUM_SIGNALS, generator=generator).to(device, dtype) ** 4
     ones = torch.ones(N, 1, dtype=dtype, device=device)
     with torch.no_grad():
         applied = (q @ torch.cat([normal, uniform, ones], dim=-1)).double()
         transposed = (q.T @ (mass[:, None] * torch.cat([normal, ones], dim=-1)).to(dtype)).double()
-    noise, positive, constant = applied.split([_SIGNALS, _SIGNALS, 1], dim=-1)
+    q_normal, q_uniform, q_ones = applied.split([_NUM_SIGNALS, _NUM_SIGNALS, 1], dim=-1)
 
     def integral(x: torch.Tensor) -> torch.Tensor:
         return (mass[:, None] * x.double()).sum(0)
 
     has_mass = mass[:, None] > 0
-    adjoint = torch.where(has_mass, transposed / torch.where(has_mass, mass[:, None], 1), 0)  # Q* of noise and of 1
-    gap = torch.where(has_mass, adjoint[:, :-1] - noise, 0)
+    adjoint = torch.where(has_mass, transposed / torch.where(has_mass, mass[:, None], 1), 0)  # Q* of normal and ones
+    gap = torch.where(has_mass, adjoint[:, :-1] - q_normal, 0)
     from qattn._scipy import extreme_eigenvalues  # here, because SciPy is slow to import
 
     smallest, largest = extreme_eigenvalues(q.to_scipy(symmetric=True), tol, scale=1.0, seed=seed)
     return AxiomReport(
-        asymmetry=float((integral(gap**2) / integral(noise**2)).sqrt().amax()),
-        constants=float(integral((constant - 1).abs()) / mass.sum()),
+        asymmetry=float((integral(gap**2) / integral(q_normal**2)).sqrt().amax()),
+        constants=float(integral((q_ones - 1).abs()) / mass.sum()),
         smallest_eigenvalue=smallest,
         largest_eigenvalue=largest,
-        negativity=max(0.0, -float(positive.amin())),
+        negativity=max(0.0, -float(q_uniform.amin())),
         mass_error=float((transposed[:, -1] - mass).abs().sum() / mass.sum()),
         tol=tol,
     )

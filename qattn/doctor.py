@@ -1,7 +1,7 @@
-"""What every backend can do on this machine: usable or not and why, how exact, how fast.
+"""Measure every attention backend on this machine: availability, accuracy and speed.
 
-Each is tried on a standard problem, points of the unit sphere with σ = 0.1 and random biases, against the reference in
-float64; the time is that of a larger cloud. Nothing is looked up in a table of claims.
+Accuracy is measured on a standard problem, points on the unit sphere with σ = 0.1 and random biases, against the
+reference in float64. Speed is measured on a larger cloud.
 """
 
 import time
@@ -14,29 +14,28 @@ from torch import Tensor
 from qattn.attended import Attended
 from qattn.attention.dispatch import BACKENDS, select
 from qattn.attention.inputs import Inputs
-from qattn.attention.score import gaussian
 
-__all__ = ["BackendReport", "backends", "choices"]
+__all__ = ["BackendReport", "backends", "choices", "standard_problem"]
 
 _SMALL, _LARGE, _CHANNELS = 500, 4096, 8
 _SIGMA = 0.1
-_BUDGET = 0.25  # seconds a figure
+_BUDGET = 0.25  # seconds per measurement
 
 
 @dataclass(frozen=True)
 class BackendReport:
-    """What one backend does on one device with one dtype of points and values.
+    """Accuracy and speed of one backend on one device, for one dtype of points and values.
 
     Attributes:
-        name: What `attend(backend=...)` calls it.
-        device: The device it was tried on.
-        dtype: The dtype of points and values.
-        reasons: Why it cannot be used; empty if it can.
-        lse_error: Largest error of lse on the standard problem; None if it was not run.
+        name: Name for `attend(backend=...)`.
+        device: Device of the measurement.
+        dtype: Dtype of points and values.
+        reasons: Why the backend cannot be used; empty if it can.
+        lse_error: Largest error of lse on the standard problem; None if the backend was not run.
         out_error: Largest error of out, for values of order 1.
-        tolerance: What the two errors are held to.
-        lse_ns: Nanoseconds a pair of points, lse alone.
-        out_ns: Nanoseconds a pair of points, with 8 channels of values.
+        tolerance: Largest error that the backend promises.
+        lse_ns: Nanoseconds per pair of points, lse alone.
+        out_ns: Nanoseconds per pair of points, with 8 channels of values.
     """
 
     name: str
@@ -51,35 +50,35 @@ class BackendReport:
 
     @property
     def is_usable(self) -> bool:
-        """Whether it takes the standard problem."""
+        """Whether the backend supports the standard problem."""
         return not self.reasons
 
     @property
     def is_exact(self) -> bool:
-        """Whether it ran and kept to its tolerance."""
+        """Whether the backend ran and its errors are within its tolerance."""
         errors = self.lse_error, self.out_error
         return self.tolerance is not None and all(e is None or e <= self.tolerance for e in errors)
 
 
-def standard_problem(n: int, dtype: torch.dtype, device: str = "cpu", channels: int = _CHANNELS) -> Inputs:
-    """`n` points of the unit sphere in units of σ = 0.1, biases and `channels` values (0 for none) of order 1."""
+def standard_problem(num_points: int, dtype: torch.dtype, device: str = "cpu", num_channels: int = _CHANNELS) -> Inputs:
+    """Return points on the unit sphere in units of σ = 0.1, biases of order 1, and values if there are channels."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    points = normal(1, n, 3)
+    points = normal(1, num_points, 3)
     points = (points / points.norm(dim=-1, keepdim=True) / _SIGMA).to(device, dtype)
-    bias = normal(1, n).to(device, torch.promote_types(dtype, torch.float32))
-    value = normal(1, n, channels).to(device, dtype) if channels else None
-    return Inputs(points, points, value, bias, gaussian, 1e-3, torch.Size((1,)))
+    bias = normal(1, num_points).to(device, torch.promote_types(dtype, torch.float32))
+    value = normal(1, num_points, num_channels).to(device, dtype) if num_channels else None
+    return Inputs(points, points, value, bias)
 
 
 def _errors(run: Callable[[Inputs], Attended], inputs: Inputs) -> tuple[float, float | None]:
-    """Largest error of lse and of out against the reference on the same numbers in float64."""
+    """Return the largest errors of lse and of out against the reference on the same numbers in float64."""
     value = None if inputs.value is None else inputs.value.double()
     bias = None if inputs.bias is None else inputs.bias.double()
-    exact = Inputs(inputs.query.double(), inputs.key.double(), value, bias, inputs.score, inputs.tol, inputs.batch)
+    exact = Inputs(inputs.query.double(), inputs.key.double(), value, bias, tol=inputs.tol)
     expected, got = BACKENDS["reference"].attend(exact), run(inputs)
     lse_error = float((got.lse - expected.lse).abs().amax())
     if got.out is None or expected.out is None:
@@ -88,7 +87,7 @@ def _errors(run: Callable[[Inputs], Attended], inputs: Inputs) -> tuple[float, f
 
 
 def _nanoseconds(run: Callable[[Inputs], Attended], inputs: Inputs) -> float:
-    """The best time a pair of the runs that fit the budget; the first, which may compile, does not count."""
+    """Return the best time per pair over the runs within the budget; the first run, which may compile, is dropped."""
 
     def once() -> float:
         start = time.perf_counter()
@@ -114,9 +113,9 @@ def _report(name: str, device: str, dtype: torch.dtype) -> BackendReport:
     try:
         lse_error, out_error = _errors(backend.attend, small)
         large = standard_problem(_LARGE, dtype, device)
-        lse_ns = _nanoseconds(backend.attend, standard_problem(_LARGE, dtype, device, channels=0))
+        lse_ns = _nanoseconds(backend.attend, standard_problem(_LARGE, dtype, device, num_channels=0))
         out_ns = _nanoseconds(backend.attend, large)
-    except Exception as error:  # a kernel that promised and failed: the doctor says so and goes on
+    except Exception as error:  # the backend claimed support and failed: report it and go on
         return BackendReport(
             name, device, dtype, (f"failed here: {type(error).__name__}: {str(error).splitlines()[0]}",)
         )
@@ -133,12 +132,15 @@ def _devices() -> list[tuple[str, torch.dtype]]:
 
 
 def backends(progress: Callable[[str], None] = lambda _: None) -> list[BackendReport]:
-    """Tries every attention backend on every device and dtype of this machine; takes some seconds.
+    """Measure every attention backend on every device and dtype of this machine; takes some seconds.
 
     Args:
-        progress: Called with the name of what is tried next.
+        progress: Called with a description of each measurement before it starts.
 
-    Example:
+    Returns:
+        One report per backend, device and dtype.
+
+    Examples:
         >>> usable = [report.name for report in backends() if report.is_usable]  # doctest: +SKIP
     """
     reports = []
@@ -150,10 +152,10 @@ def backends(progress: Callable[[str], None] = lambda _: None) -> list[BackendRe
 
 
 def choices() -> list[tuple[str, str]]:
-    """What `backend="auto"` takes for typical inputs on this machine: pairs of a description and a name."""
+    """Return the backend that `backend="auto"` selects for typical inputs, as pairs (description, name)."""
     rows = []
     for device, dtype in _devices():
-        for channels, what in ((0, "lse alone"), (_CHANNELS, f"{_CHANNELS} channels")):
-            inputs = standard_problem(_SMALL, dtype, device, channels)
-            rows.append((f"{device}, {str(dtype).removeprefix('torch.')}, {what}", select(inputs, "auto").name))
+        for num_channels, kind in ((0, "lse alone"), (_CHANNELS, f"{_CHANNELS} channels")):
+            inputs = standard_problem(_SMALL, dtype, device, num_channels)
+            rows.append((f"{device}, {str(dtype).removeprefix('torch.')}, {kind}", select(inputs, "auto").name))
     return rows

@@ -1,12 +1,11 @@
-r"""Lifted embeddings: Gaussian scores as dot products, for attention kernels that know nothing else.
+r"""Lifted embeddings: Gaussian scores as dot products, for attention kernels that compute nothing else.
 
     −½‖q − k‖² + b = (q, −½‖q‖², 1) · (k, 1, b − ½‖k‖²)          d + 2 coordinates, as in the paper
                    = (q, 1) · (k, b − ½‖k‖²) − ½‖q‖²             d + 1, with a row constant added to the lse afterwards
 
-The terms on the right are as large as ‖q‖² and cancel, so a lift needs care: the cloud is centred first, its rounding
-is estimated (`Extent.rounding`), and for 16-bit kernels each coordinate is split into 16-bit parts whose products lie
-side by side as further coordinates, which makes a float16 or bfloat16 kernel with float32 accumulators about as exact
-as a float32 one.
+The terms on the right are as large as ‖q‖² and cancel. So the cloud is centered first, and the rounding error is
+estimated (`Extent.rounding`). For 16-bit kernels each coordinate is split into 16-bit parts, whose products are further
+columns. A float16 or bfloat16 kernel with float32 accumulators is then about as exact as a float32 kernel.
 """
 
 from typing import NamedTuple
@@ -17,7 +16,7 @@ from torch import Tensor
 __all__ = [
     "Extent",
     "Lifted",
-    "centre",
+    "center",
     "extent",
     "lift",
     "lift_full",
@@ -28,20 +27,20 @@ __all__ = [
     "split_lift",
 ]
 
-# The bias of an absent key (−inf would turn into NaN in a product). In float16 it goes into each of three parts.
+# Bias of an absent key; −inf would turn into NaN in a product. In float16 each of the three parts has it.
 _ABSENT = {torch.float64: -1e30, torch.float32: -1e30, torch.bfloat16: -1e30, torch.float16: -60000.0}
-# Which part of q meets which part of k, smallest products first: all of two float16 parts, and those of three bfloat16
-# parts that are above the rounding of float32.
+# Pairs of a part of q and a part of k that are multiplied, smallest products first: all pairs of two float16 parts, and
+# the pairs of three bfloat16 parts that are above the rounding of float32.
 _PRODUCTS = {
     torch.float16: ((1, 1), (0, 1), (1, 0), (0, 0)),
     torch.bfloat16: ((0, 2), (1, 1), (2, 0), (0, 1), (1, 0), (0, 0)),
 }
 _BIAS_PARTS = 3  # b − ½‖k‖² is the largest coordinate
-_FLOAT16_RANGE = 3e4  # half the largest float16: keeps absent keys far below present ones
+_FLOAT16_RANGE = 3e4  # half the largest float16, which keeps absent keys far below present ones
 
 
 class Extent(NamedTuple):
-    """The largest ‖q‖ and ‖k‖ about the centre, and the largest finite |b|."""
+    """Largest ‖q‖ and ‖k‖ about the center of the cloud, and largest finite |b|."""
 
     query: float
     key: float
@@ -49,31 +48,31 @@ class Extent(NamedTuple):
 
     @property
     def largest(self) -> float:
-        """A bound on every term that cancels in a lifted score: ½(‖q‖ + ‖k‖)² + |b|."""
+        """Upper bound ½(‖q‖ + ‖k‖)² + |b| of all terms that cancel in a lifted score."""
         return 0.5 * (self.query + self.key) ** 2 + self.bias
 
     def rounding(self, unit: float) -> float:
-        """Estimated error of lse, u · (½(‖q‖ + ‖k‖)² + |b|), by a kernel whose scores have the unit roundoff u."""
+        """Estimate the error u · (½(‖q‖ + ‖k‖)² + |b|) of the lse of a kernel whose scores have unit roundoff u."""
         return unit * self.largest
 
 
 class Lifted(NamedTuple):
-    """Embeddings whose dot product is the score up to a constant a row, to be added to the lse."""
+    """Embeddings whose dot products are the scores up to one constant per row, to be added to the lse."""
 
     query: Tensor  # (B, N, E)
     key: Tensor  # (B, M, E)
     row: Tensor  # (B, N)
 
 
-def centre(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """Moves the mean of the keys to the origin, which changes no difference."""
+def center(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """Move the mean of the keys to the origin, which changes no difference."""
     mean = key.mean(dim=-2, keepdim=True)
     return query - mean, key - mean
 
 
 def extent(query: Tensor, key: Tensor, bias: Tensor | None) -> Extent:
-    """Measures a cloud about the mean of its keys."""
-    query, key = centre(query.detach(), key.detach())
+    """Measure a cloud about the mean of its keys."""
+    query, key = center(query.detach(), key.detach())
     finite = torch.zeros(1) if bias is None else torch.where(bias.detach() == -torch.inf, 0, bias.detach())
     return Extent(
         *(float(x.amax()) if x.numel() else 0.0 for x in (query.norm(dim=-1), key.norm(dim=-1), finite.abs()))
@@ -86,8 +85,8 @@ def _key_coordinate(key: Tensor, bias: Tensor | None, absent: float) -> Tensor:
 
 
 def lift(query: Tensor, key: Tensor, bias: Tensor | None) -> Lifted:
-    """(q, 1) and (k, b − ½‖k‖²) of the centred points, d + 1 wide, with the row constant −½‖q‖²."""
-    query, key = centre(query, key)
+    """Lift centered points to (q, 1) and (k, b − ½‖k‖²), d + 1 wide, with the row constant −½‖q‖²."""
+    query, key = center(query, key)
     ones = torch.ones_like(query[..., :1])
     return Lifted(
         torch.cat([query, ones], dim=-1),
@@ -97,7 +96,7 @@ def lift(query: Tensor, key: Tensor, bias: Tensor | None) -> Lifted:
 
 
 def lift_full(query: Tensor, key: Tensor, bias: Tensor | None, row: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(q, r − ½‖q‖², 1) and (k, 1, b − ½‖k‖²), d + 2 wide: the whole score, with a potential r of the query."""
+    """Lift to (q, r − ½‖q‖², 1) and (k, 1, b − ½‖k‖²), d + 2 wide: the full score, with a potential r of the query."""
     lifted = lift(query, key, bias)
     constant = lifted.row if row is None else lifted.row + row
     ones = torch.ones_like(key[..., :1])
@@ -108,12 +107,12 @@ def lift_full(query: Tensor, key: Tensor, bias: Tensor | None, row: Tensor | Non
 
 
 def part_dtype(size: Extent) -> torch.dtype:
-    """The 16-bit type to split into: float16, whose weights are finer, unless its range is too small for the cloud."""
+    """Return the 16-bit dtype of the parts: float16, which is finer, unless its range is too small for the cloud."""
     return torch.float16 if size.largest < _FLOAT16_RANGE else torch.bfloat16
 
 
 def _split(x: Tensor, parts: int, dtype: torch.dtype) -> list[Tensor]:
-    """x ≈ the sum of `parts` tensors of a 16-bit dtype, largest first."""
+    """Split x into `parts` tensors of a 16-bit dtype whose sum is about x, largest first."""
     result = []
     for _ in range(parts):
         result.append(x.to(dtype))
@@ -122,23 +121,23 @@ def _split(x: Tensor, parts: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def split_columns(dims: int, dtype: torch.dtype) -> int:
-    """The width of a split lift: 15 in float16 and 21 in bfloat16 for points in space."""
+    """Return the width of a split lift: 15 in float16 and 21 in bfloat16 for points in space."""
     return dims * len(_PRODUCTS[dtype]) + _BIAS_PARTS
 
 
 def split_lift(query: Tensor, key: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Lifted:
-    """The d + 1 wide lift in 16-bit parts: for q = Σ q_a and k = Σ k_b, columns for the products q_a · k_b.
+    """Lift to 16-bit parts: for q = Σ q_a and k = Σ k_b, columns whose products are q_a · k_b.
 
-    Two things make it as exact as a float32 lift. The squared norms are those of the summed parts, so what splitting
-    loses only moves the points by a millionth. And columns go from small to large, the bias before the products that it
-    cancels with, because a kernel rounds each partial sum to float32.
+    Two things make it as exact as a float32 lift. The squared norms are those of the summed parts, so that splitting
+    only moves the points by a millionth. And columns are ordered from small to large, the bias before the products with
+    which it cancels, because a kernel rounds each partial sum to float32.
     """
     products = _PRODUCTS[dtype]
     parts = 1 + max(a for a, _ in products)
-    queries, keys = (_split(x, parts, dtype) for x in centre(query, key))
+    queries, keys = (_split(x, parts, dtype) for x in center(query, key))
     query, key = (torch.stack(x).to(query.dtype).sum(0) for x in (queries, keys))
     coordinates = [part[..., None] for part in _split(_key_coordinate(key, bias, _ABSENT[dtype]), _BIAS_PARTS, dtype)]
-    if bias is not None and dtype == torch.float16:  # one part is within reach of far keys; three are not
+    if bias is not None and dtype == torch.float16:  # keys far away may score as low as one part, but not as three
         absent = (bias == -torch.inf)[..., None]
         coordinates = [torch.where(absent, _ABSENT[dtype], part) for part in coordinates]
     ones = torch.ones_like(query[..., :1], dtype=dtype).expand(*query.shape[:-1], _BIAS_PARTS)
@@ -151,12 +150,12 @@ def split_lift(query: Tensor, key: Tensor, bias: Tensor | None, dtype: torch.dty
 
 
 def scale_values(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Values in a 16-bit dtype and the power of two a channel, shape (B, 1, C), that brought them into its range."""
+    """Scale values into the range of a 16-bit dtype; also return the scale (B, 1, C), one power of two per channel."""
     exponent = torch.frexp(value.float().abs().amax(dim=1, keepdim=True)).exponent
     scale = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
     return (value.float() / scale).to(dtype), scale
 
 
 def pad(x: Tensor, width: int) -> Tensor:
-    """Zeros behind the last axis, up to `width`."""
+    """Pad the last axis with zeros to `width`."""
     return torch.nn.functional.pad(x, (0, width - x.shape[-1]))

@@ -1,23 +1,22 @@
-r"""Functional maps between two shapes, by their spectra: C = Φ_tᵀ M_t Π Φ_s.
+r"""Functional maps between two shapes, in the bases of their spectra: C = Φ_tᵀ M_t Π Φ_s.
 
-Points and functions go opposite ways. A point map gives each point of the *target* a point of the *source*:
+Points and functions go in opposite directions. A point map gives every point of the *target* a point of the *source*,
 
-    index (N_target,), entries from 0 to N_source − 1
+    index (N_target,), integers from 0 to N_source − 1,
 
-and so brings functions of the source to the target, (Πf)_j = f[index[j]]. The functional map C, (k_target, k_source),
-is that in the two bases: coefficients a of a function of the source become coefficients C a of one on the target. In
-the names of pyFM, with mesh 1 as the source and mesh 2 as the target, `index` is `p2p_21` and C is `FM_12`.
+and so pulls functions of the source back to the target: (Πf)_j = f[index[j]]. The functional map C, of shape
+(k_target, k_source), is Π in the two bases: it maps coefficients a of a function on the source to coefficients C a of
+one on the target. In pyFM, with mesh 1 as the source and mesh 2 as the target, `index` is `p2p_21` and C is `FM_12`.
 
 | | from | to |
 |---|---|---|
 | `functional_map` | a point map | C |
 | `fit_functional_map` | features of both shapes | C |
 | `point_map` | C | a point map |
-| `zoomout` | either, coarse | both, fine |
+| `zoomout` | a coarse C or point map | a fine C and point map, by ZoomOut |
 
-Maps are arrays if the spectrum of the source holds arrays, else tensors.
-
-Maps compose as they should where bases are complete: C_ac = C_bc C_ab belongs to `index_ab[index_bc]`.
+Maps are arrays if the spectrum of the source holds arrays, and tensors otherwise. Where bases are complete they
+compose: C_ac = C_bc C_ab corresponds to `index_ab[index_bc]`.
 """
 
 from dataclasses import replace
@@ -28,93 +27,99 @@ from torch import Tensor
 
 from qattn import _checks
 from qattn._eager import eager
-from qattn._nearest import nearest
 from qattn._progress import Progress
-from qattn.spectral import Spectrum
+from qattn._types import ArrayLike, like_input
+from qattn.distances.neighbors import nearest_neighbors
+from qattn.spectra.spectrum import Spectrum, frequencies_of
 
 __all__ = ["fit_functional_map", "functional_map", "point_map", "zoomout"]
 
-_ROUNDING = 8.0  # units in the last place by which coefficients of features may be wrong
+_ROUNDING = 8.0  # machine epsilons of error in the coefficients of features
 
 
-def functional_map(source: Spectrum, target: Spectrum, index: Any) -> Any:
-    r"""C = Φ_tᵀ M_t Φ_s[index], the map of functions that belongs to a map of points.
+def functional_map(source: Spectrum, target: Spectrum, index: ArrayLike) -> Any:
+    r"""Return the functional map C = Φ_tᵀ M_t Φ_s[index] of a point map.
 
     Args:
-        source: The spectrum that functions come from, with k_s vectors.
-        target: The spectrum that they go to, with k_t vectors.
-        index: The source point of each target point, integers of shape (N_target,).
+        source: Spectrum that functions come from, with k_s vectors.
+        target: Spectrum that functions go to, with k_t vectors.
+        index: Source point of every target point, integers of shape (N_target,).
 
     Returns:
-        C of shape (k_t, k_s); orthogonal if the map keeps masses and eigenspaces, as isometries do.
+        C of shape (k_t, k_s). It is orthogonal if the map keeps masses and eigenspaces, as isometries do.
 
-    Example:
+    Examples:
         >>> vectors = torch.tensor([[1.0, 1.0], [1.0, -1.0]])
         >>> two = Spectrum(torch.tensor([1.0, 0.5]), vectors, torch.zeros(2), torch.tensor([0.5, 0.5]))
-        >>> functional_map(two, two, [1, 0])  # the exchange changes the sign of the second
+        >>> functional_map(two, two, [1, 0])  # exchanging the points changes the sign of the second vector
         tensor([[ 1.,  0.],
                 [ 0., -1.]])
     """
-    _checks.held_alone("functional_map", source.ranks)
-    first, second = source.to_torch(), target.to_torch()
-    index = _checks.point_map(index, first.vectors, second.vectors)
-    return source.as_held(second.project(first.vectors[index]))
+    source.ranks.check_alone("functional_map")
+    s, t = source.torch(), target.torch()
+    index = _point_map(index, s.vectors, t.vectors)
+    return like_input(t.project(s.vectors[index]), source.vectors)
 
 
 def fit_functional_map(
     source: Spectrum,
     target: Spectrum,
-    source_features: Any,
-    target_features: Any,
+    source_features: ArrayLike,
+    target_features: ArrayLike,
     *,
-    frequencies: tuple[Any, Any],
     weight: float = 1.0,
+    frequencies: tuple[ArrayLike, ArrayLike] | None = None,
 ) -> Any:
-    r"""argmin_C ‖CA − B‖² + (‖A‖² / k_s) Σ_ij (w r_ij + ε) C_ij², with A = Φ_sᵀ M_s F_s and B = Φ_tᵀ M_t F_t.
+    r"""Fit a functional map to features: argmin_C ‖CA − B‖² + (‖A‖² / k_s) Σ_ij (w r_ij + ε) C_ij².
 
-    The penalty r_ij = |1 / (a_i − i) − 1 / (b_j − i)|² = (a_i − b_j)² / (1 + a_i²)(1 + b_j²), where a² and b² are the
-    frequencies of the target and the source over the largest of them, is 0 for maps that commute with the Laplacians
-    (by their resolvents: Ren et al. 2019). Each row of C is then a least-squares problem of its own (Donati et al.
-    2020), solved by QR in float64: signatures are nearly dependent, and their squares would lose half of the digits.
-    The ridge, ε = 2e-16 k_s in float64 and 9e-13 k_s in float32, takes functions that no feature has a part of but for
-    rounding, as the odd ones of a symmetric shape, to 0.
+    A = Φ_sᵀ M_s F_s and B = Φ_tᵀ M_t F_t are the coefficients of the features. The penalty
+
+        r_ij = |1 / (a_i − √−1) − 1 / (b_j − √−1)|² = (a_i − b_j)² / (1 + a_i²)(1 + b_j²),
+
+    where a² and b² are the frequencies of the target and the source divided by their maximum, vanishes for maps that
+    commute with the Laplacians, through their resolvents (Ren et al. 2019). Each row of C is a least-squares problem
+    (Donati et al. 2020), solved by QR in float64: signatures are nearly dependent, and normal equations would lose half
+    of the digits. The ridge, ε = 2e-16 k_s in float64 and 9e-13 k_s in float32, sends functions to 0 of which the
+    features hold nothing but rounding, such as the odd ones of a symmetric shape.
 
     Args:
-        source: The spectrum that functions come from.
-        target: The spectrum that they go to.
-        source_features: F_s of shape (N_source, d): signatures, bumps about landmarks, or what a network makes of them.
-        target_features: F_t of shape (N_target, d), which the map should take F_s to.
-        frequencies: The eigenvalues of the Laplacian of the source, (k_s,), and of the target, (k_t,), both ascending.
+        source: Spectrum that functions come from.
+        target: Spectrum that functions go to.
+        source_features: F_s of shape (N_source, d): signatures, bumps around landmarks, or the output of a network.
+        target_features: F_t of shape (N_target, d), to which the map should take F_s.
         weight: w ≥ 0, independent of the units of features and shapes.
+        frequencies: Frequencies of the source, (k_s,), and of the target, (k_t,), both in ascending order, to use
+            instead of those of the spectra.
 
     Returns:
-        C of shape (k_t, k_s), differentiable by the features, and by the spectra if those are.
+        C of shape (k_t, k_s), differentiable in the features, and in spectra that require gradients.
 
-    Example:
+    Examples:
         >>> vectors = torch.tensor([[1.0, 1.0], [1.0, -1.0]])
-        >>> two = Spectrum(torch.tensor([1.0, 0.5]), vectors, torch.zeros(2), torch.tensor([0.5, 0.5]))
-        >>> mu, bumps = torch.tensor([0.0, 1.0]), torch.eye(2)
-        >>> fit_functional_map(two, two, bumps, bumps.flip(0), frequencies=(mu, mu), weight=0.0).round()
+        >>> two = Spectrum(torch.tensor([1.0, 0.5]), vectors, torch.zeros(2), torch.tensor([0.5, 0.5]), sigma=0.1)
+        >>> bumps = torch.eye(2)
+        >>> fit_functional_map(two, two, bumps, bumps.flip(0), weight=0.0).round()
         tensor([[ 1.,  0.],
                 [ 0., -1.]])
     """
     _checks.not_negative("weight", weight)
-    first, second = source.to_torch(), target.to_torch()
-    F_s, F_t = _checks.features(source_features, target_features, first.vectors, second.vectors)
-    A, B = first.project(F_s.double()), second.project(F_t.double())  # (k_s, d), (k_t, d)
-    given = zip(("source", "target"), frequencies, (first, second), strict=True)
-    mu_s, mu_t = (_checks.frequencies(f"frequencies of the {name}", mu, s.vectors.double()) for name, mu, s in given)
+    s, t = source.torch(), target.torch()
+    F_s, F_t = _features(source_features, target_features, s.vectors, t.vectors)
+    A, B = s.project(F_s.double()), t.project(F_t.double())  # (k_s, d), (k_t, d)
+    mu_s, mu_t = (None, None) if frequencies is None else frequencies
+    mu_s = frequencies_of(s, mu_s, "frequencies of the source").to(A)
+    mu_t = frequencies_of(t, mu_t, "frequencies of the target").to(A)
     size = torch.linalg.vector_norm(A) / len(A) ** 0.5
     penalty = weight**0.5 * size * _resolvent_differences(mu_t, mu_s)  # (k_t, k_s)
-    dtype = first.vectors.dtype
+    dtype = s.vectors.dtype
     epsilon = len(A) * max(torch.finfo(A.dtype).eps, (_ROUNDING * torch.finfo(dtype).eps) ** 2)
     ridge = epsilon**0.5 * size * torch.eye(len(A), dtype=A.dtype, device=A.device)
     C = _least_squares(torch.cat([A.T, ridge]), penalty, torch.nn.functional.pad(B, (0, len(A))))
-    return source.as_held(C.to(dtype))
+    return like_input(C.to(dtype), source.vectors)
 
 
 def _resolvent_differences(mu_t: Tensor, mu_s: Tensor) -> Tensor:
-    """√r, (k_t, k_s), signs included, so that it has a derivative where it is 0."""
+    """Return √r, (k_t, k_s), with its sign, so that it is differentiable at 0."""
     largest = torch.maximum(mu_t[-1], mu_s[-1])
     tiny = torch.finfo(mu_t.dtype).eps  # √ has no derivative at 0
     a, b = ((mu / largest).clamp(min=tiny).sqrt() for mu in (mu_t[:, None], mu_s))
@@ -122,80 +127,150 @@ def _resolvent_differences(mu_t: Tensor, mu_s: Tensor) -> Tensor:
 
 
 def _least_squares(matrix: Tensor, penalty: Tensor, target: Tensor) -> Tensor:
-    """argmin ‖M x_i − y_i‖² + ‖diag(p_i) x_i‖², (k_t, k), for M (n, k) of full rank, p (k_t, k) and y (k_t, n)."""
-    Q, R = torch.linalg.qr(matrix)  # once for all rows: then only k + k equations are left of each
+    """Return argmin ‖M x_i − y_i‖² + ‖diag(p_i) x_i‖², (k_t, k), for M (n, k) of full rank, p (k_t, k), y (k_t, n)."""
+    Q, R = torch.linalg.qr(matrix)  # shared by all rows, and leaves k + k equations for each
     stacked = torch.cat([R.expand(len(penalty), -1, -1), torch.diag_embed(penalty)], dim=1)  # (k_t, 2 k, k)
-    turn, triangle = torch.linalg.qr(stacked)
-    projected = turn[:, : len(R)].mT @ (target @ Q)[..., None]
+    basis, triangle = torch.linalg.qr(stacked)
+    projected = basis[:, : len(R)].mT @ (target @ Q)[..., None]
     return torch.linalg.solve_triangular(triangle, projected, upper=True)[..., 0]
 
 
 @eager
-def point_map(source: Spectrum, target: Spectrum, C: Any) -> Any:
-    r"""index_j = argmin_i ‖Φ_s[i] Cᵀ − Φ_t[j]‖, the source point of each target point (Ovsjanikov et al. 2012).
+def point_map(source: Spectrum, target: Spectrum, C: ArrayLike) -> Any:
+    r"""Return the point map index_j = argmin_i ‖Φ_s[i] Cᵀ − Φ_t[j]‖ of a functional map (Ovsjanikov et al. 2012).
 
     Args:
-        source: The spectrum that functions come from.
-        target: The spectrum that they go to.
-        C: A functional map of shape (k_t, k_s), of the leading k_s and k_t vectors of the spectra, or of all.
+        source: Spectrum that functions come from.
+        target: Spectrum that functions go to.
+        C: Functional map of shape (k_t, k_s), for the leading k_s and k_t vectors of the spectra or for all of them.
 
     Returns:
-        Integers of shape (N_target,): exact nearest neighbours, in memory proportional to the points.
+        Source point of every target point, integers of shape (N_target,). Neighbors are exact, and memory is
+        proportional to the number of points.
 
-    Example:
+    Examples:
         >>> vectors = torch.tensor([[1.0, 1.0], [1.0, -1.0]])
         >>> two = Spectrum(torch.tensor([1.0, 0.5]), vectors, torch.zeros(2), torch.tensor([0.5, 0.5]))
         >>> point_map(two, two, [[1.0, 0.0], [0.0, -1.0]])
         tensor([1, 0])
     """
-    _checks.held_alone("point_map", source.ranks)
-    first, second = source.to_torch().vectors.detach(), target.to_torch().vectors.detach()
-    C = _checks.functional_map(C, first, second)
+    source.ranks.check_alone("point_map")
+    s, t = source.torch().vectors, target.torch().vectors
+    return like_input(_nearest_rows(s, t, _functional_map(C, s, t)), source.vectors)
+
+
+def _nearest_rows(source: Tensor, target: Tensor, C: Tensor) -> Tensor:
+    """Return argmin_i ‖Φ_s[i] Cᵀ − Φ_t[j]‖, (N_target,), for vectors (N_source, K_s) and (N_target, K_t)."""
     k_t, k_s = C.shape
-    # In float64, because neighbours are closer than the rounding of their squares in float32.
-    placed = first[:, :k_s].double() @ C.detach().double().T  # (N_source, k_t)
-    return source.as_held(nearest(second[:, :k_t].double(), placed))
+    # In float64, as neighbors can be closer than the rounding of squares in float32.
+    source, target, C = (x.detach().double() for x in (source[:, :k_s], target[:, :k_t], C))
+    return nearest_neighbors(target, source @ C.T)
 
 
 @eager
-def zoomout(source: Spectrum, target: Spectrum, init: Any, *, start: int, stop: int, step: int = 1) -> tuple[Any, Any]:
-    r"""C_k → index → C_{k+step} → … → C_stop: refines a map by one size of bases after the other (Melzi et al. 2019).
+def zoomout(
+    source: Spectrum, target: Spectrum, init: ArrayLike, *, start: int, stop: int, step: int = 1
+) -> tuple[Any, Any]:
+    r"""Refine a map by ZoomOut, C_k → index → C_{k+step} → … → C_stop, with growing bases (Melzi et al. 2019).
 
     Args:
-        source: The spectrum that functions come from, with at least `stop` vectors.
-        target: The spectrum that they go to, with at least `stop` vectors.
-        init: A functional map of at least (start, start), whose leading part is taken, or a point map (N_target,).
-        start: The size of bases to begin with: as many as the given map is right about, often 4 to 20.
-        stop: The size to end with; the last step is a shorter one if need be.
-        step: How much larger the bases become each time.
+        source: Spectrum that functions come from, with at least `stop` vectors.
+        target: Spectrum that functions go to, with at least `stop` vectors.
+        init: Functional map of shape (start, start) or larger, of which the leading block is used, or a point map
+            (N_target,).
+        start: Size of the first bases: as large as `init` is reliable, often 4 to 20.
+        stop: Size of the last bases; the last step is shorter if necessary.
+        step: Growth of the bases per step.
 
     Returns:
         C of shape (stop, stop), and its point map (N_target,).
 
-    Example:
+    Examples:
         >>> vectors = torch.tensor([[1.0, 1.0], [1.0, -1.0]])
         >>> two = Spectrum(torch.tensor([1.0, 0.5]), vectors, torch.zeros(2), torch.tensor([0.5, 0.5]))
         >>> C, index = zoomout(two, two, [1, 0], start=2, stop=2)
         >>> index
         tensor([1, 0])
     """
-    as_held, source, target = source.as_held, source.to_torch(), target.to_torch()
-    sizes = _checks.sizes_of_bases(start, stop, step, source.vectors, target.vectors)
-    given = _checks.as_tensor("init", init)
-    if given.ndim == 2:
-        C = _checks.functional_map(given, source.vectors, target.vectors, least=sizes[0])[: sizes[0], : sizes[0]]
+    source.ranks.check_alone("zoomout")
+    s, t = source.torch(), target.torch()
+    first, *sizes = _basis_sizes(start, stop, step, min(len(s), len(t)))
+    if _checks.as_tensor("init", init).ndim == 2:
+        C = _functional_map(init, s.vectors, t.vectors, minimum=first)[:first, :first]
     else:
-        C = functional_map(_leading(source, sizes[0]), _leading(target, sizes[0]), given)
-    index = point_map(source, target, C)
-    with Progress("ZoomOut", len(sizes) - 1) as progress:
-        for k in sizes[1:]:
-            C = functional_map(_leading(source, k), _leading(target, k), index)
-            index = point_map(source, target, C)
+        C = _leading_map(s, t, _point_map(init, s.vectors, t.vectors), first)
+    index = _nearest_rows(s.vectors, t.vectors, C)
+    with Progress("ZoomOut", len(sizes)) as progress:
+        for k in sizes:
+            C = _leading_map(s, t, index, k)
+            index = _nearest_rows(s.vectors, t.vectors, C)
             progress.advance()
-    return as_held(C), as_held(index)
+    return like_input(C, source.vectors), like_input(index, source.vectors)
 
 
-def _leading(spectrum: Spectrum, k: int) -> Spectrum:
-    return replace(
-        spectrum, values=spectrum.values[:k], vectors=spectrum.vectors[:, :k], residuals=spectrum.residuals[:k]
-    )
+def _leading_map(s: Spectrum, t: Spectrum, index: Tensor, k: int) -> Tensor:
+    """Return the functional map (k, k) of a point map, for the leading k vectors."""
+    return replace(t, vectors=t.vectors[:, :k]).project(s.vectors[index, :k])
+
+
+def _point_map(index: ArrayLike, source: Tensor, target: Tensor) -> Tensor:
+    """Check a point map (N_target,) for vectors (N_source, k_s) and (N_target, k_t)."""
+    tensor, (N, M) = _checks.as_tensor("index", index).to(source.device), (len(source), len(target))
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        raise ValueError(f"`index` should be integers, the source point of every target point; got {dtype}.")
+    if tensor.shape != (M,):
+        raise ValueError(
+            f"`index` should have shape ({M},), one source point per target point; got {_checks.shape_of(tensor)}."
+            + (" It seems to map the source to the target: exchange the two." if tensor.shape == (N,) else "")
+        )
+    smallest, largest = (int(end) for end in tensor.aminmax())
+    if smallest < 0 or largest >= N:
+        raise ValueError(
+            f"`index` should number source points from 0 to {N - 1}; got numbers from {smallest} to {largest}."
+        )
+    return tensor.long()
+
+
+def _functional_map(C: ArrayLike, source: Tensor, target: Tensor, minimum: int = 1) -> Tensor:
+    """Check a functional map of at least `minimum` and at most all vectors (N_source, K_s) and (N_target, K_t)."""
+    tensor, (K_s, K_t) = _checks.as_tensor("C", C).to(source), (source.shape[-1], target.shape[-1])
+    if tensor.ndim != 2 or not (minimum <= tensor.shape[0] <= K_t and minimum <= tensor.shape[1] <= K_s):
+        raise ValueError(
+            f"`C` should have shape (k_target, k_source), from ({minimum}, {minimum}) to ({K_t}, {K_s}), the numbers "
+            f"of vectors of the spectra; got {_checks.shape_of(tensor)}."
+        )
+    _checks.finite("C", tensor, "Fit it with a larger `weight`.")
+    return tensor
+
+
+def _features(
+    source_features: ArrayLike, target_features: ArrayLike, source: Tensor, target: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Check features (N_source, d) and (N_target, d) for vectors (N_source, k_s) and (N_target, k_t)."""
+    F_s = _checks.as_tensor("source_features", source_features).to(source)
+    F_t = _checks.as_tensor("target_features", target_features).to(target)
+    for name, tensor, N in (("source_features", F_s, len(source)), ("target_features", F_t, len(target))):
+        if tensor.ndim != 2 or len(tensor) != N:
+            got = _checks.shape_of(tensor)
+            raise ValueError(f"`{name}` should have shape ({N}, d), one row per point; got {got}.")
+        _checks.finite(name, tensor, "A map cannot be fitted to them.")
+    if F_s.shape[1] != F_t.shape[1]:
+        raise ValueError(
+            f"`target_features` should have the d = {F_s.shape[1]} columns of `source_features`, in their order; "
+            f"got {_checks.shape_of(F_t)}."
+        )
+    if not F_s.any():
+        raise ValueError("`source_features` should not all be 0, as they then determine no map.")
+    return F_s, F_t
+
+
+def _basis_sizes(start: int, stop: int, step: int, num_vectors: int) -> list[int]:
+    """Return start, start + step, …, stop, after checking them."""
+    start, step = _checks.integer("start", start, 1), _checks.integer("step", step, 1)
+    if not start <= _checks.integer("stop", stop, 1) <= num_vectors:
+        raise ValueError(
+            f"`stop` should be from `start`, {start}, to the number of vectors that both spectra have, {num_vectors}; "
+            f"got {stop}. Compute more eigenpairs for a larger one."
+        )
+    return [*range(start, stop, step), int(stop)]

@@ -1,14 +1,13 @@
-r"""Masses of points: how much of a shape each of them stands for.
+r"""Masses of points: the share of a shape that each point represents.
 
-| | m_i | sums to |
+| | m_i | sum |
 |---|---|---|
-| `uniform` | 1 / N | 1 |
-| `vertex_areas` | 1/3 Σ_{T∋i} area(T) over triangles | the area |
-| `vertex_volumes` | 1/4 Σ_{T∋i} volume(T) over tetrahedra | the volume |
+| `vertex_areas` | 1/3 Σ_{T∋i} area(T) over triangles | area |
+| `vertex_volumes` | 1/4 Σ_{T∋i} volume(T) over tetrahedra | volume |
 | `density` | 1 / Σ_j K_ij, scaled | 1 |
 | `voxel_density` | the same for voxels, with a Gaussian of 3 voxels | 1 |
 
-A normalised operator does not depend on the scale of its masses, so areas and volumes are left as they are.
+A normalized operator does not depend on the scale of its masses, so areas and volumes are not scaled.
 """
 
 from typing import Any
@@ -18,128 +17,131 @@ from torch import Tensor
 
 from qattn import _checks
 from qattn._eager import eager
-from qattn.kernels import GaussianKernel, Kernel, VoxelKernel
+from qattn._meshes import check_simplices
+from qattn._types import ArrayLike, like_input
+from qattn.kernels import Kernel, VoxelKernel
+from qattn.kernels.gaussian.kernel import as_kernel
 
-__all__ = ["density", "uniform", "vertex_areas", "vertex_volumes", "voxel_density"]
+__all__ = ["density", "vertex_areas", "vertex_volumes", "voxel_density"]
 
-_VOXELS = 3.0  # the bandwidth of the paper, appendix G
-
-
-def uniform(points: Any) -> Any:
-    """m_i = 1 / N, shape (*batch, N), for points (*batch, N, d).
-
-    Example:
-        >>> uniform(torch.randn(4, 3))
-        tensor([0.2500, 0.2500, 0.2500, 0.2500])
-    """
-    x = _checks.points("points", points)
-    mass = x.new_full(x.shape[:-1], 1 / x.shape[-2], dtype=_dtype(x))
-    return mass if isinstance(points, Tensor) else mass.numpy(force=True)
+_VOXEL_SIGMA = 3.0  # voxels, as in appendix G of the paper
 
 
-def vertex_areas(vertices: Any, faces: Any) -> Any:
-    r"""m_i = 1/3 Σ_{T∋i} area(T), shape (*batch, N): each triangle gives a third of its area to each corner.
+def vertex_areas(vertices: ArrayLike, faces: ArrayLike) -> Any:
+    r"""Compute m_i = 1/3 Σ_{T∋i} area(T): each triangle gives a third of its area to each corner.
 
     Args:
         vertices: Positions of shape (*batch, N, 3), or (*batch, N, 2) in the plane.
-        faces: The corners of the triangles, integers of shape (F, 3), the same for the whole batch.
+        faces: Vertex indices of the triangles, integers of shape (F, 3), the same for the whole batch.
 
     Returns:
-        Masses that sum to the area of the mesh, differentiable by the vertices; triangles without area add nothing.
+        Masses of shape (*batch, N) that sum to the area of the mesh, a tensor or an array as `vertices`. They are
+        differentiable with respect to the vertices; triangles without area contribute nothing.
 
-    Example:
+    Examples:
         >>> square = torch.tensor([[0.0, 0.0], [1.0, 0.0], [1.0, 1.0], [0.0, 1.0]])
         >>> vertex_areas(square, [[0, 1, 2], [0, 2, 3]])
         tensor([0.3333, 0.1667, 0.3333, 0.1667])
     """
     x = _checks.points("vertices", vertices, (2, 3))
-    faces = _checks.simplices("faces", faces, 3, x)
+    faces = check_simplices("faces", faces, 3, x)
     if x.shape[-1] == 2:
         x = torch.nn.functional.pad(x, (0, 1))
-    a, b, c = x.to(_dtype(x))[..., faces, :].unbind(-2)  # (*batch, F, 3)
+    a, b, c = _at_corners(x, faces)  # (*batch, F, 3)
     first, second = b - a, c - a
     # In units of its own edges, a triangle of any size has squares that float32 holds.
     size = torch.maximum(first.detach().abs().amax(-1), second.detach().abs().amax(-1))[..., None]
     size = torch.where(size > 0, size, 1)
     areas = 0.5 * torch.linalg.vector_norm(torch.linalg.cross(first / size, second / size), dim=-1)
     areas = areas * size[..., 0] * size[..., 0]
-    mass = _shared(areas, faces, x)
-    return mass if isinstance(vertices, Tensor) else mass.numpy(force=True)
+    return like_input(_distribute(areas, faces, x), vertices)
 
 
-def vertex_volumes(vertices: Any, tetrahedra: Any) -> Any:
-    r"""m_i = 1/4 Σ_{T∋i} volume(T), shape (*batch, N): each tetrahedron gives a quarter of its volume to each corner.
+def vertex_volumes(vertices: ArrayLike, tetrahedra: ArrayLike) -> Any:
+    r"""Compute m_i = 1/4 Σ_{T∋i} volume(T): each tetrahedron gives a quarter of its volume to each corner.
 
     Args:
         vertices: Positions of shape (*batch, N, 3).
-        tetrahedra: Their corners, integers of shape (F, 4), in either orientation, the same for the whole batch.
+        tetrahedra: Vertex indices, integers of shape (F, 4), in either orientation, the same for the whole batch.
 
     Returns:
-        Masses that sum to the volume of the mesh, differentiable by the vertices.
+        Masses of shape (*batch, N) that sum to the volume of the mesh, a tensor or an array as `vertices`. They are
+        differentiable with respect to the vertices.
 
-    Example:
+    Examples:
         >>> corners = torch.cat([torch.zeros(1, 3), torch.eye(3)])
         >>> vertex_volumes(corners, [[0, 1, 2, 3]]).sum()
         tensor(0.1667)
     """
     x = _checks.points("vertices", vertices, (3,))
-    tetrahedra = _checks.simplices("tetrahedra", tetrahedra, 4, x)
-    a, b, c, d = x.to(_dtype(x))[..., tetrahedra, :].unbind(-2)  # (*batch, F, 3)
+    tetrahedra = check_simplices("tetrahedra", tetrahedra, 4, x)
+    a, b, c, d = _at_corners(x, tetrahedra)  # (*batch, F, 3)
     volumes = (torch.linalg.cross(b - a, c - a) * (d - a)).sum(-1).abs() / 6
-    mass = _shared(volumes, tetrahedra, x)
-    return mass if isinstance(vertices, Tensor) else mass.numpy(force=True)
+    return like_input(_distribute(volumes, tetrahedra, x), vertices)
 
 
 @eager
-def density(points_or_kernel: Any, sigma: Any = None, **kernel: Any) -> Any:
-    r"""m_i = 1 / Σ_j K_ij, scaled to sum 1: where points are dense, each stands for less.
+def density(points_or_kernel: ArrayLike | Kernel, sigma: ArrayLike | None = None, **kernel: Any) -> Any:
+    r"""Compute m_i = 1 / Σ_j K_ij, scaled to sum 1: in dense regions each point has less mass.
 
     Args:
-        points_or_kernel: Points of shape (*batch, N, d), a tensor or an array, or a `Kernel`.
-        sigma: The bandwidth of the Gaussian kernel, a number or (H,) for one head each; only with points. A few
-            spacings of the points: fewer see no neighbours, many more see the shape instead of its sampling.
+        points_or_kernel: Points of shape (*batch, N, d), or a `Kernel`.
+        sigma: Bandwidth of the Gaussian kernel of points, a number or shape (H,) for H heads. Take a few spacings of
+            the points: with less a point has no neighbors, with much more the shape counts instead of its sampling.
         **kernel: Further arguments of `GaussianKernel`.
 
     Returns:
-        Masses of shape (*batch, N), (*batch, H, N) with heads.
+        Masses of shape (*batch, N), or (*batch, H, N) with heads: an array if the points are one, else a tensor.
 
-    Example:
-        >>> density([[0.0], [0.0], [9.0]], sigma=1.0)  # two points in one place share its mass
+    Examples:
+        >>> density([[0.0], [0.0], [9.0]], sigma=1.0)  # two points at one place share its mass
         array([0.25, 0.25, 0.5 ])
     """
-    k: Kernel = _checks.kernel_of(points_or_kernel, sigma, kernel, Kernel, GaussianKernel)
+    k = as_kernel(points_or_kernel, sigma, **kernel)
     lse = k.attend(torch.zeros(k.shape[:-2] + k.shape[-1:], dtype=k.dtype, device=k.device)).lse
-    _checks.positive_rows(lse, k.ranks)
+    _check_row_sums(lse, k)
     mass = torch.exp(-lse - k.ranks.log_sum(torch.logsumexp(-lse, dim=-1))[..., None])
-    return mass if isinstance(points_or_kernel, (Kernel, Tensor)) else mass.numpy(force=True)
+    return mass if isinstance(points_or_kernel, Kernel) else like_input(mass, points_or_kernel)
 
 
-def voxel_density(mask: Any) -> Any:
-    r"""m_i = 1 / Σ_j K_ij over occupied voxels, scaled to sum 1, with a Gaussian kernel of 3 voxels.
+def voxel_density(mask: ArrayLike) -> Any:
+    r"""Compute m_i = 1 / Σ_j K_ij over occupied voxels, scaled to sum 1, with a Gaussian kernel of 3 voxels.
 
-    A surface meets more voxels where it runs along the diagonals of the grid than along its axes; this evens it out.
+    The number of voxels per area of a surface depends on its direction in the grid; the density corrects for this.
 
     Args:
-        mask: As of `VoxelKernel`: a grid with 1, 2 or 3 axes, dense or sparse; only what is occupied counts.
+        mask: Grid with 1, 2 or 3 axes, dense or sparse, as for `VoxelKernel`; only the occupied voxels matter.
 
     Returns:
-        Masses of shape (N,), of the occupied voxels in the order of `VoxelKernel`.
+        Masses of shape (N,) of the occupied voxels, in the order of `VoxelKernel`.
 
-    Example:
+    Examples:
         >>> voxel_density(torch.ones(3, dtype=torch.bool))
         tensor([0.3390, 0.3220, 0.3390])
     """
-    mass = density(VoxelKernel(mask, _VOXELS))
-    return mass if isinstance(mask, Tensor) else mass.numpy(force=True)
+    return like_input(density(VoxelKernel(mask, _VOXEL_SIGMA)), mask)
 
 
-def _dtype(points: Tensor) -> torch.dtype:
-    return torch.promote_types(points.dtype, torch.float32)
+def _at_corners(vertices: Tensor, simplices: Tensor) -> tuple[Tensor, ...]:
+    """Return the positions (*batch, F, d) of each corner of simplices (F, corners), in float32 or better."""
+    x = vertices.to(torch.promote_types(vertices.dtype, torch.float32))
+    return x[..., simplices, :].unbind(-2)
 
 
-def _shared(sizes: Tensor, simplices: Tensor, vertices: Tensor) -> Tensor:
-    """Sizes (*batch, F), a part to each corner of simplices (F, corners): (*batch, N)."""
-    F, corners = simplices.shape
-    parts = (sizes / corners)[..., None].expand(*sizes.shape, corners).reshape(*sizes.shape[:-1], F * corners)
+def _distribute(sizes: Tensor, simplices: Tensor, vertices: Tensor) -> Tensor:
+    """Distribute sizes (*batch, F) equally to the corners of simplices (F, corners): masses (*batch, N)."""
+    F, num_corners = simplices.shape
+    parts = (sizes / num_corners)[..., None].expand(*sizes.shape, num_corners)
     mass = sizes.new_zeros(vertices.shape[:-1])
-    return mass.index_add(-1, simplices.reshape(-1), parts)
+    return mass.index_add(-1, simplices.reshape(-1), parts.reshape(*sizes.shape[:-1], F * num_corners))
+
+
+def _check_row_sums(lse: Tensor, kernel: Kernel) -> None:
+    """Check, over all ranks, that no row sum exp(lse) is 0."""
+    counts = torch.tensor([int((lse == -torch.inf).sum()), lse.numel()], device=lse.device)
+    num_zeros, num_rows = kernel.ranks.sum(counts).tolist()
+    if num_zeros:
+        raise ValueError(
+            f"Each row of the kernel should have a positive sum; {num_zeros} of {num_rows} are 0. Remove those sites, "
+            "or give them a similarity to themselves."
+        )

@@ -1,40 +1,79 @@
-"""Clouds of different sizes in one batch: packed (all points in a row) and padded (mass 0 behind each cloud).
+"""Batches of clouds of different sizes, packed or padded.
 
-Packed batches come with `offset`, where each cloud ends (Pointcept: no leading 0), or with `batch`, the sorted number
-of the cloud of each point (PyG). Zero mass is all that padding needs: such a point influences nothing.
+A packed batch concatenates the points of all clouds. It comes with `offset`, the end of each cloud (Pointcept: no
+leading 0), or with `batch`, the sorted index of the cloud of each point (PyG). A padded batch has one row per cloud;
+padding needs mass 0 and nothing else, because a point without mass influences no other.
 """
-
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from qattn import _checks
+from qattn._types import ArrayLike
 
 __all__ = ["to_packed", "to_padded"]
 
 
-def to_padded(packed: Tensor, *, offset: Any = None, batch: Any = None) -> tuple[Tensor, Tensor]:
-    """Packed rows (T, …) as a padded batch (B, N, …), N the largest cloud, and which rows are present (B, N).
+def to_padded(
+    packed: Tensor, *, offset: ArrayLike | None = None, batch: ArrayLike | None = None
+) -> tuple[Tensor, Tensor]:
+    """Pad a packed batch with zeros.
 
     Args:
-        packed: Points, features or masses of all clouds, one after the other.
-        offset: Where each cloud ends, shape (B,), as Pointcept has it: a tensor, an array or a list.
-        batch: The cloud of each row, shape (T,), sorted, as PyG has it: a tensor, an array or a list.
+        packed: Points, features or masses of all clouds, shape (T, …).
+        offset: End of each cloud, integers of shape (B,), as in Pointcept. Give either `offset` or `batch`.
+        batch: Index of the cloud of each row, sorted integers of shape (T,), as in PyG.
 
-    Example:
+    Returns:
+        The padded batch, shape (B, N, …) with N the size of the largest cloud, and a mask of shape (B, N), True where a
+        row is present.
+
+    Raises:
+        ValueError: Both or none of `offset` and `batch` are given, or they do not fit `packed`.
+
+    Examples:
         >>> padded, present = to_padded(torch.arange(5.0), offset=torch.tensor([2, 5]))
         >>> padded
         tensor([[0., 1., 0.],
                 [2., 3., 4.]])
     """
-    counts = _checks.counts_of_clouds(packed, offset, batch)
-    present = torch.arange(int(counts.max()), device=packed.device) < counts[:, None]  # (B, N)
+    sizes = _cloud_sizes(packed, offset, batch)
+    present = torch.arange(int(sizes.max()), device=packed.device) < sizes[:, None]  # (B, N)
     padded = packed.new_zeros(*present.shape, *packed.shape[1:])
     padded[present] = packed
     return padded, present
 
 
 def to_packed(padded: Tensor, present: Tensor) -> Tensor:
-    """Undoes `to_padded`: the rows (B, N, …) that are present, as (T, …)."""
+    """Invert `to_padded`: return the rows of `padded` (B, N, …) where `present` (B, N) is True, shape (T, …)."""
     return padded[present]
+
+
+def _cloud_sizes(packed: Tensor, offset: ArrayLike | None, batch: ArrayLike | None) -> Tensor:
+    """Return the number of points of each cloud, shape (B,)."""
+    num_rows = len(packed)
+    if offset is not None and batch is None:
+        ends = _integers("offset", offset, packed.device)
+        sizes = torch.diff(ends, prepend=ends.new_zeros(1))
+        if ends.ndim != 1 or len(ends) == 0 or int(ends[-1]) != num_rows or (sizes < 0).any():
+            raise ValueError(
+                f"`offset` should rise to the number of rows, {num_rows}, without a leading 0; "
+                f"got {ends.tolist()[:8]}. From `cu_seqlens`, take `cu_seqlens[1:]`."
+            )
+        return sizes
+    if batch is not None and offset is None:
+        index = _integers("batch", batch, packed.device)
+        if index.shape != (num_rows,) or num_rows == 0 or (torch.diff(index) < 0).any() or int(index[0]) < 0:
+            raise ValueError(
+                f"`batch` should be sorted, from 0, with one number per row, shape ({num_rows},); "
+                f"got shape {_checks.shape_of(index)}."
+            )
+        return torch.bincount(index)
+    raise ValueError("Give either `offset`, the end of each cloud, or `batch`, the cloud of each row.")
+
+
+def _integers(name: str, numbers: ArrayLike, device: torch.device) -> Tensor:
+    tensor = _checks.as_tensor(name, numbers).to(device)
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        raise ValueError(f"`{name}` should be integers; got {str(tensor.dtype).removeprefix('torch.')}.")
+    return tensor.long()

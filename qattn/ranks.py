@@ -1,95 +1,112 @@
-"""Who holds the sites of a kernel: this process alone, or the ranks of a group, each with a shard of them.
+"""The process group over which the sites of a kernel are sharded, or `ALONE` if all are in this process.
 
-Solvers ask this for the few numbers that are of all sites together. Everything else that they do is site by site, or by
-`attend`.
+Solvers use it for the few numbers that depend on all sites at once. Everything else that they compute is local to a
+site, or comes from `attend`.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from qattn._types import ArrayLike, like_input
 
 __all__ = ["ALONE", "Ranks"]
 
 
 class Ranks(ABC):
-    """Those that hold sites, and what they compute together."""
+    """A set of processes, each with a shard of the sites, and the reductions that they compute together."""
 
     @property
     @abstractmethod
     def is_alone(self) -> bool:
-        """Whether all sites are here."""
+        """Whether all sites are in this process."""
 
     @property
     @abstractmethod
     def rank(self) -> int:
-        """The number of this process."""
+        """Number of this process, from 0."""
 
     @property
     @abstractmethod
     def size(self) -> int:
-        """The number of processes."""
+        """Number of processes."""
 
     @abstractmethod
     def sum(self, x: Tensor) -> Tensor:
-        """Σ x over the ranks."""
+        """Compute Σ x over the ranks, differentiably."""
 
     @abstractmethod
     def maximum(self, x: Tensor) -> Tensor:
-        """The largest x of the ranks, without gradient."""
+        """Compute the elementwise maximum of x over the ranks, without gradient."""
 
     @abstractmethod
     def joined(self, x: Tensor) -> list[Tensor]:
-        """The tensors x of all ranks, (n, …) with a length of their own each, without gradient."""
+        """Gather the tensors x (n, …) of all ranks, whose n may differ, without gradient."""
 
     @abstractmethod
     def agree(self, call: str, device: torch.device, options: Mapping[str, object]) -> None:
-        """Raises on all ranks if they differ in the function that they call, or in its options.
+        """Raise on all ranks if they call different functions, or with different options.
 
         Args:
-            call: The name of the function.
-            device: Where the ranks can exchange messages.
-            options: Up to 15 options by the names that a message gives them; compared by `repr`.
+            call: Name of the function.
+            device: Device on which the ranks exchange messages.
+            options: Up to 15 options by the names that messages give them; compared by `repr`.
         """
 
+    @abstractmethod
+    def local_part(self, name: str, array: ArrayLike, axis: int) -> ArrayLike:
+        """Return this rank's part of a DTensor sharded along `axis` < 0, and all other arrays unchanged."""
+
+    @abstractmethod
+    def like(self, result: Tensor, given: ArrayLike) -> Any:
+        """Convert a result (n,) or (*batch, n, C) to a DTensor, tensor or array, whichever `given` is."""
+
+    @abstractmethod
+    def check_alone(self, name: str) -> None:
+        """Raise if the sites are sharded, as `name` needs all of them in one process."""
+
     def first(self, x: Tensor) -> Tensor:
-        """What the first rank has, without gradient: for what others compute alike, but for rounding."""
+        """Return the x of the first rank, without gradient, where those of other ranks may differ by rounding."""
         return self.joined(x)[0]
 
     def total(self, x: Tensor) -> Tensor:
-        """Σ x over all sites, (*batch, N) to (*batch,)."""
+        """Compute Σ x over all sites, (*batch, N) to (*batch,)."""
         return self.sum(x.sum(-1))
 
     def largest(self, x: Tensor) -> Tensor:
-        """The largest x ≥ 0 of all sites, (*batch, N) to (*batch,), without gradient; 0 if there are none."""
+        """Compute the largest x ≥ 0 over all sites, (*batch, N) to (*batch,), without gradient; 0 without sites."""
         return self.maximum(x.detach().amax(-1) if x.shape[-1] else x.new_zeros(x.shape[:-1]))
 
     def highest(self, x: Tensor) -> Tensor:
-        """The largest of the rows x (n, …) of all ranks, shape (…), without gradient; −inf if there are none."""
+        """Compute the largest x over the rows (n, …) of all ranks, shape (…), without gradient; −inf without rows."""
         return self.maximum(x.detach().amax(0) if len(x) else x.new_full(x.shape[1:], -torch.inf))
 
     def box(self, points: Tensor) -> tuple[Tensor, Tensor]:
-        """The least and the largest coordinates, (D,) each, of the points (n, D) of all ranks."""
+        """Compute the least and the largest coordinates, (D,) each, of the points (n, D) of all ranks."""
         high = self.highest(torch.cat([points, -points], dim=-1))
         return -high[points.shape[-1] :], high[: points.shape[-1]]
 
     def mean(self, bias: Tensor, value: Tensor) -> Tensor:
-        """The means of values (*batch, N, C) over all sites, with weights e^b, shape (*batch, 1, C); 0 of none."""
-        none = bias.new_full((*bias.shape[:-1], 1), -torch.inf)
-        top = self.maximum(torch.cat([bias, none], dim=-1).amax(-1, keepdim=True))
-        weights = torch.exp(bias - torch.where(top == -torch.inf, 0, top))[..., None]
+        """Average values (*batch, N, C) over all sites with weights e^b, (*batch, 1, C); 0 if there is no weight."""
+        absent = bias.new_full((*bias.shape[:-1], 1), -torch.inf)
+        largest = self.maximum(torch.cat([bias, absent], dim=-1).amax(-1, keepdim=True))
+        weights = torch.exp(bias - torch.where(largest == -torch.inf, 0, largest))[..., None]
         total = self.sum(weights.sum(-2, keepdim=True))
         return self.sum((weights * value).sum(-2, keepdim=True)) / torch.where(total > 0, total, 1)
 
     def log_sum(self, x: Tensor) -> Tensor:
-        """log Σ e^x over the ranks."""
-        top = self.maximum(x)
-        top = torch.where(top == -torch.inf, 0, top)
-        return top + torch.log(self.sum(torch.exp(x - top)))
+        """Compute log Σ e^x over the ranks."""
+        largest = self.maximum(x)
+        largest = torch.where(largest == -torch.inf, 0, largest)
+        return largest + torch.log(self.sum(torch.exp(x - largest)))
 
 
 class _Alone(Ranks):
+    """This process alone, with all sites."""
+
     @property
     def is_alone(self) -> bool:
         return True
@@ -112,6 +129,20 @@ class _Alone(Ranks):
         return [x.detach()]
 
     def agree(self, call: str, device: torch.device, options: Mapping[str, object]) -> None:
+        pass
+
+    def local_part(self, name: str, array: ArrayLike, axis: int) -> ArrayLike:
+        if hasattr(array, "to_local"):
+            raise ValueError(
+                f"`{name}` is a DTensor, but all sites of the kernel are in one process. Make a `GaussianKernel` of "
+                f"points that are sharded in the same way, or pass `{name}.full_tensor()`."
+            )
+        return array
+
+    def like(self, result: Tensor, given: ArrayLike) -> Any:
+        return like_input(result, given)
+
+    def check_alone(self, name: str) -> None:
         pass
 
 

@@ -1,6 +1,6 @@
-"""Shapes to try things on, generated, so that nothing needs to be downloaded.
+"""Generated shapes for examples and tests, without downloads.
 
-What is random takes a `seed` for a generator of its own, so that the same call gives the same shape.
+Random shapes take a `seed` for a generator of their own, so that equal calls give equal shapes.
 """
 
 from itertools import permutations
@@ -28,13 +28,13 @@ CREATURE_PARTS = ("body", "neck", "head", "tail", "fore leg", "hind leg", "ear")
 
 
 class _Bone(NamedTuple):
-    """A capsule about a segment, which turns about its start together with all that hangs on it."""
+    """A capsule around a segment; it rotates about its start together with its descendants."""
 
     start: tuple[float, float, float]
     end: tuple[float, float, float]
     radius: float
     part: str
-    parent: int  # the number of the bone that it hangs on; −1 for none
+    parent: int  # index of the bone that it is attached to; −1 for none
 
 
 # A creature of capsules, y up, nose along +x; left and right are mirrored in z.
@@ -56,15 +56,22 @@ _BONES = [
     *_SIDES,
     *(bone._replace(start=(*bone.start[:2], -bone.start[2]), end=(*bone.end[:2], -bone.end[2])) for bone in _SIDES),
 ]
-_BLEND = 0.03  # the width over which capsules blend
-_BOX = torch.tensor([[-1.1, -0.8, -0.4], [1.1, 0.9, 0.4]])  # the creature lies in it
-_SHELL, _CELL = 0.02, 0.04  # how far from the surface points are drawn; the edge of the cells that are looked up first
+_BLEND = 0.03  # width over which capsules blend
+_BOX = torch.tensor([[-1.1, -0.8, -0.4], [1.1, 0.9, 0.4]])  # contains the creature
+_SHELL = 0.02  # largest distance from the surface of the points that are projected onto it
+_CELL = 0.04  # edge of the cells by which far points are rejected
 
 
 def creature_distance(points: Tensor) -> Tensor:
-    """Signed distance (*batch,) of points (*batch, 3) to the creature, below 0 inside; its capsules blend smoothly.
+    """Compute the signed distance to the creature, a smooth union of capsules.
 
-    Example:
+    Args:
+        points: Positions of shape (*batch, 3).
+
+    Returns:
+        Distances of shape (*batch,), negative inside.
+
+    Examples:
         >>> x = torch.linspace(-1.2, 1.2, 25)
         >>> mask = creature_distance(torch.stack(torch.meshgrid(x, x, x, indexing="ij"), dim=-1)) < 0
         >>> mask.shape
@@ -74,7 +81,7 @@ def creature_distance(points: Tensor) -> Tensor:
 
 
 def _bone_distances(points: Tensor) -> Tensor:
-    """The distances to all capsules, (bones, *batch)."""
+    """Compute the signed distances to all capsules, shape (bones, *batch)."""
     distances = []
     for bone in _BONES:
         a, b = points.new_tensor(bone.start), points.new_tensor(bone.end)
@@ -84,21 +91,24 @@ def _bone_distances(points: Tensor) -> Tensor:
 
 
 def creature_parts(points: Tensor) -> Tensor:
-    """The part (*batch,) of the creature that points (*batch, 3) are nearest to, a number into `CREATURE_PARTS`."""
+    """Return the nearest part of the creature for points (*batch, 3), as indices (*batch,) into `CREATURE_PARTS`."""
     parts = torch.tensor([CREATURE_PARTS.index(bone.part) for bone in _BONES], device=points.device)
     return parts[_bone_distances(points).argmin(0)]
 
 
 def posed(points: Tensor, seed: int, *, bend: float = 0.5, stretch: float = 0.0) -> Tensor:
-    """Points (N, 3) of the creature in a random pose: row n is where point n has gone.
+    """Move points of the creature to a random pose.
 
     Args:
-        points: Points of the creature as it stands, such as those of `creature`.
-        seed: Which pose.
-        bend: The spread, in radians, of the angles by which limbs turn about their joints.
-        stretch: The spread of the logarithms of how much longer and wider they are.
+        points: Points of the creature at rest, such as those of `creature`, shape (N, 3).
+        seed: Seed of the pose.
+        bend: Standard deviation in radians of the rotations of limbs about their joints.
+        stretch: Standard deviation of the logarithms of the scales of limbs.
 
-    Example:
+    Returns:
+        The moved points in the same order, shape (N, 3).
+
+    Examples:
         >>> points, _ = creature(1000)
         >>> walking = posed(points, seed=1)
         >>> walking.shape
@@ -107,8 +117,8 @@ def posed(points: Tensor, seed: int, *, bend: float = 0.5, stretch: float = 0.0)
     _checks.not_negative("bend", bend)
     _checks.not_negative("stretch", stretch)
     x, generator = _checks.points("points", points, (3,)), torch.Generator().manual_seed(seed)
-    weights = torch.softmax(-_bone_distances(x) / _BLEND, dim=0)  # (bones, N), as their surfaces blend
-    linear, shift = [torch.eye(3).to(x)], [torch.zeros(3).to(x)]  # of each bone, x ↦ linear x + shift; the body stays
+    weights = torch.softmax(-_bone_distances(x) / _BLEND, dim=0)  # (bones, N), as the surfaces blend
+    linear, shift = [torch.eye(3).to(x)], [torch.zeros(3).to(x)]  # x ↦ linear x + shift per bone; the body is fixed
     for bone in _BONES[1:]:
         turn, growth = bend * torch.randn(3, generator=generator), stretch * torch.randn((), generator=generator)
         skew = torch.linalg.cross(turn.expand(3, 3), torch.eye(3), dim=-1).T  # v ↦ turn × v
@@ -120,17 +130,20 @@ def posed(points: Tensor, seed: int, *, bend: float = 0.5, stretch: float = 0.0)
     return (weights[..., None] * moved).sum(0)
 
 
-@torch.enable_grad()  # normals are gradients, also where none are asked for
-def creature(n: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """n points spread evenly over the surface of a four-legged creature of length 2, and their normals."""
-    n, generator = _checks.integer("n", n, 1), torch.Generator().manual_seed(seed)
-    low, high = _BOX
-    near = _cells_near_the_surface()
+@torch.enable_grad()  # normals are gradients, also under `torch.no_grad`
+def creature(num_points: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Sample the surface of a four-legged creature of length 2 uniformly.
+
+    Returns:
+        Points and unit normals, both of shape (num_points, 3).
+    """
+    num_points, generator = _checks.integer("num_points", num_points, 1), torch.Generator().manual_seed(seed)
+    is_near = _cells_near_surface()
     parts, count = [], 0
-    while count < n:
-        # Points of a thin shell about the surface, moved onto it along the gradient: even up to curvature.
-        points = low + (high - low) * torch.rand(min(8 * n, 2**20), 3, generator=generator)
-        points = points[near[((points - low) / _CELL).long().unbind(-1)]]
+    while count < num_points:
+        # Points of a thin shell are projected onto the surface along the gradient: uniform up to curvature.
+        points = _random_in_box(8 * num_points, generator)
+        points = points[is_near[((points - _BOX[0]) / _CELL).long().unbind(-1)]]
         points = points[creature_distance(points).abs() < _SHELL].requires_grad_()
         for _ in range(3):
             distance = creature_distance(points)
@@ -139,71 +152,75 @@ def creature(n: int, seed: int = 0) -> tuple[Tensor, Tensor]:
             points.requires_grad_()
         parts.append(points.detach())
         count += len(points)
-    found = torch.cat(parts)
-    normals = []
-    for some in found[:n].split(2**18):
-        some = some.clone().requires_grad_()
-        normals.append(torch.autograd.grad(creature_distance(some).sum(), some)[0])
-    return found[:n], torch.nn.functional.normalize(torch.cat(normals), dim=-1)
+    surface, normals = torch.cat(parts)[:num_points], []
+    for block in surface.split(2**18):
+        block = block.clone().requires_grad_()
+        normals.append(torch.autograd.grad(creature_distance(block).sum(), block)[0])
+    return surface, torch.nn.functional.normalize(torch.cat(normals), dim=-1)
 
 
-def _cells_near_the_surface() -> Tensor:
-    """Which cells of the box may hold points of the shell: nine in ten do not, and distances are what takes time."""
-    low, high = _BOX
-    axes = [torch.arange(a + _CELL / 2, b + _CELL, _CELL) for a, b in zip(low.tolist(), high.tolist(), strict=True)]
-    centres = torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1)
-    return creature_distance(centres).abs() < _SHELL + 0.87 * _CELL  # half a diagonal: distances grow by that at most
-
-
-def creature_inside(n: int, seed: int = 0) -> Tensor:
-    """n random points of the creature's inside, shape (n, 3)."""
-    n, generator = _checks.integer("n", n, 1), torch.Generator().manual_seed(seed)
-    low, high = _BOX
+def creature_inside(num_points: int, seed: int = 0) -> Tensor:
+    """Sample the inside of the creature uniformly, shape (num_points, 3)."""
+    num_points, generator = _checks.integer("num_points", num_points, 1), torch.Generator().manual_seed(seed)
     parts, count = [], 0
-    while count < n:
-        points = low + (high - low) * torch.rand(min(16 * n, 2**20), 3, generator=generator)
+    while count < num_points:
+        points = _random_in_box(16 * num_points, generator)
         parts.append(points[creature_distance(points) < 0])
         count += len(parts[-1])
-    return torch.cat(parts)[:n]
+    return torch.cat(parts)[:num_points]
 
 
-def sphere(n: int, dims: int = 3, seed: int | None = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """n random points of the unit sphere, shape (n, dims); without a seed they come from torch's global generator."""
-    return _sphere(_checks.integer("n", n, 1), dims, _generator(seed), dtype)
+def _random_in_box(num_points: int, generator: torch.Generator) -> Tensor:
+    low, high = _BOX
+    return low + (high - low) * torch.rand(min(num_points, 2**20), 3, generator=generator)
 
 
-def ball(n: int, seed: int | None = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """n random points of the unit ball, shape (n, 3); without a seed they come from torch's global generator."""
+def _cells_near_surface() -> Tensor:
+    """Mark the cells of the box that may meet the shell: one in ten, which saves most distances."""
+    low, high = _BOX.tolist()
+    axes = [torch.arange(a + _CELL / 2, b + _CELL, _CELL) for a, b in zip(low, high, strict=True)]
+    centers = torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1)
+    return creature_distance(centers).abs() < _SHELL + 0.87 * _CELL  # half a diagonal, as distances are 1-Lipschitz
+
+
+def sphere(num_points: int, num_dims: int = 3, seed: int | None = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Sample the unit sphere uniformly, shape (num_points, num_dims); `seed=None` uses torch's global generator."""
+    return _sphere(num_points, num_dims, _generator(seed), dtype)
+
+
+def ball(num_points: int, seed: int | None = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Sample the unit ball uniformly, shape (num_points, 3); `seed=None` uses torch's global generator."""
     generator = _generator(seed)
-    points = _sphere(_checks.integer("n", n, 1), 3, generator, dtype)
-    return points * torch.rand(n, 1, generator=generator, dtype=dtype) ** (1 / 3)
+    points = _sphere(num_points, 3, generator, dtype)
+    return points * torch.rand(num_points, 1, generator=generator, dtype=dtype) ** (1 / 3)
 
 
 def _generator(seed: int | None) -> torch.Generator | None:
     return None if seed is None else torch.Generator().manual_seed(seed)
 
 
-def _sphere(n: int, dims: int, generator: torch.Generator | None, dtype: torch.dtype) -> Tensor:
-    points = torch.randn(n, dims, generator=generator, dtype=dtype)
+def _sphere(num_points: int, num_dims: int, generator: torch.Generator | None, dtype: torch.dtype) -> Tensor:
+    num_points = _checks.integer("num_points", num_points, 1)
+    points = torch.randn(num_points, num_dims, generator=generator, dtype=dtype)
     return points / points.norm(dim=-1, keepdim=True)
 
 
-def sphere_mesh(subdivisions: int) -> tuple[Tensor, Tensor]:
-    """The unit sphere in 20 · 4^subdivisions triangles, by halving the edges of an icosahedron.
+def sphere_mesh(num_subdivisions: int) -> tuple[Tensor, Tensor]:
+    """Triangulate the unit sphere by halving the edges of an icosahedron n = `num_subdivisions` times.
 
     Returns:
-        Vertices (10 · 4^subdivisions + 2, 3), and faces (F, 3) that turn anticlockwise as seen from outside.
+        Vertices of shape (10 · 4ⁿ + 2, 3), and faces of shape (20 · 4ⁿ, 3), counterclockwise as seen from outside.
     """
     golden = (1 + 5**0.5) / 2
     rectangle = torch.tensor([[0, y, z] for y in (-1, 1) for z in (-golden, golden)])
     vertices = torch.cat([rectangle.roll(shift, dims=-1) for shift in range(3)])  # (12, 3)
     triples = torch.combinations(torch.arange(12), 3)
     edges = vertices[triples] - vertices[triples.roll(1, dims=-1)]
-    faces = triples[(edges.norm(dim=-1) < 2.1).all(-1)]  # the vertices of an edge are 2 apart, others 3.2 or more
+    faces = triples[(edges.norm(dim=-1) < 2.1).all(-1)]  # edges have length 2, other distances are 3.2 or more
     is_inward = torch.linalg.det(vertices[faces]) < 0
     faces = torch.where(is_inward[:, None], faces.flip(-1), faces)  # (20, 3)
     vertices = torch.nn.functional.normalize(vertices, dim=-1)
-    for _ in range(_checks.integer("subdivisions", subdivisions, 0)):
+    for _ in range(_checks.integer("num_subdivisions", num_subdivisions, 0)):
         sides = torch.stack([faces, faces.roll(-1, dims=-1)], dim=-1)  # (F, 3, 2): ab, bc, ca
         ends, side = sides.sort(dim=-1).values.reshape(-1, 2).unique(dim=0, return_inverse=True)
         ab, bc, ca = (len(vertices) + side).view(-1, 3).unbind(-1)
@@ -214,17 +231,18 @@ def sphere_mesh(subdivisions: int) -> tuple[Tensor, Tensor]:
     return vertices, faces
 
 
-def cube_tetrahedra(k: int) -> tuple[Tensor, Tensor]:
-    """The unit cube in k³ cubes of 6 tetrahedra each, which go from corner to corner one axis after the other.
+def cube_tetrahedra(num_cells: int) -> tuple[Tensor, Tensor]:
+    """Split the unit cube into k³ cubes, k = `num_cells` per edge, and each of them into 6 tetrahedra.
 
     Returns:
-        Vertices ((k + 1)³, 3), and tetrahedra (6k³, 4) of positive orientation.
+        Vertices of shape ((k + 1)³, 3), and tetrahedra of shape (6k³, 4) and positive orientation.
     """
-    axis = torch.arange(_checks.integer("k", k, 1) + 1)
+    k = _checks.integer("num_cells", num_cells, 1)
+    axis = torch.arange(k + 1)
     vertices = torch.cartesian_prod(axis, axis, axis)
     stride = ((k + 1) ** 2, k + 1, 1)
     first = (vertices[(vertices < k).all(-1)] * torch.tensor(stride)).sum(-1)  # (k³,)
-    paths = []
+    paths = []  # each tetrahedron is a path along the three axes, from one corner of a cube to the opposite one
     for x, y in permutations(range(3), 2):
         path = [0, stride[x], stride[x] + stride[y], sum(stride)]
         is_even = (y - x) % 3 == 1

@@ -1,13 +1,13 @@
-r"""Signatures of points: what heat and waves tell of the shape around each of them.
+r"""Signatures of points: descriptors of the shape around each point, from heat diffusion and wave propagation.
 
-| | at the point i | for |
+| | at point i | for |
 |---|---|---|
 | `heat_kernel_signature` | Σ_l e^{−tμ_l} φ_l(i)² | times t |
 | `wave_kernel_signature` | Σ_l w_l φ_l(i)², w_l ∝ exp(−(e − log μ_l)² / 2s²) | log-energies e |
 
-The frequencies μ are eigenvalues of the Laplacian, from 0 up, as `laplacian_eigenvalues` estimates them from those of
-Q. Squares forget the signs of eigenvectors, and their sums the rotations inside an eigenspace. As masses sum to 1, φ²
-has the mean 1: areas enter by the frequencies alone.
+The frequencies μ are eigenvalues of the Laplacian in ascending order from 0, by default those of the spectrum. Squares
+do not depend on the signs of eigenvectors, nor their sums on rotations within an eigenspace. As masses sum to 1, φ² has
+mean 1: areas enter through the frequencies alone.
 """
 
 import math
@@ -17,95 +17,119 @@ import torch
 from torch import Tensor
 
 from qattn import _checks
-from qattn.spectral import Spectrum
+from qattn._types import ArrayLike, like_input
+from qattn.spectra.spectrum import Spectrum, frequencies_of
 
 __all__ = ["heat_kernel_signature", "wave_kernel_signature"]
 
-_ZERO = 1e-4  # of the last frequency: zeros of an operator with a `tol` of 1e-3 are below, μ_1 of surfaces is above
-_WIDTH = 7.0  # energies that a window is wide, as Aubry et al. have it
+_ZERO = 1e-4  # of the last frequency: above the zeros of an operator with `tol=1e-3`, below μ_1 of surfaces
+_WIDTH = 7.0  # spacings of energies per window, as in Aubry et al.
 
 
 def heat_kernel_signature(
-    frequencies: Any, spectrum: Spectrum, times: Any = None, *, count: int = 16, scaled: bool = False
+    spectrum: Spectrum,
+    times: ArrayLike | None = None,
+    *,
+    num_times: int = 16,
+    scaled: bool = False,
+    frequencies: ArrayLike | None = None,
 ) -> Any:
-    r"""HKS_i(t) = Σ_l e^{−tμ_l} φ_l(i)², the heat that stays at a point (Sun et al. 2009).
+    r"""Heat kernel signature HKS_i(t) = Σ_l e^{−tμ_l} φ_l(i)², the heat that stays at a point (Sun et al. 2009).
 
     Args:
-        frequencies: The eigenvalues μ of the Laplacian, ascending, shape (k,).
-        spectrum: The eigenvectors φ, (N, k).
-        times: Times t ≥ 0, shape (T,). By default `count` of them, evenly spaced in log t from 4 ln10 / μ_k to
-            4 ln10 / μ_1, where μ_1 is the first that is not 0: these follow the size of the shape. Give the same times
-            for shapes whose sizes are to be told apart.
-        count: How many times, if they are not given.
-        scaled: Whether to divide by the heat trace Σ_l e^{−tμ_l}, so that all times count alike: the mean over the
-            shape is then 1.
+        spectrum: Eigenvectors φ, shape (N, k), and their frequencies μ.
+        times: Times t ≥ 0, shape (T,). By default `num_times` times, evenly spaced in log t from 4 ln10 / μ_k to
+            4 ln10 / μ_1, where μ_1 is the first frequency above 0: these scale with the shape. Give the same times for
+            shapes whose sizes should be distinguished.
+        num_times: Number of times, if `times` is not given.
+        scaled: If True, divide by the heat trace Σ_l e^{−tμ_l}, which weights all times alike: the mean over the shape
+            is then 1.
+        frequencies: Frequencies μ in ascending order, shape (k,), to use instead of `spectrum.frequencies`.
 
     Returns:
         Signatures of shape (N, T), an array if the spectrum holds arrays.
 
-    Example:
+    Examples:
         >>> vectors = torch.tensor([[1.0, 1.0], [1.0, -1.0]])
         >>> two = Spectrum(torch.tensor([1.0, 0.5]), vectors, torch.zeros(2), torch.tensor([0.5, 0.5]))
-        >>> heat_kernel_signature([0.0, 1.0], two, times=[0.0, 100.0])
+        >>> heat_kernel_signature(two, times=[0.0, 100.0], frequencies=[0.0, 1.0])
         tensor([[2., 1.],
                 [2., 1.]])
     """
-    vectors = spectrum.to_torch().vectors
-    mu = _checks.frequencies("frequencies", frequencies, vectors)
+    vectors = spectrum.torch().vectors
+    mu = frequencies_of(spectrum, frequencies).to(vectors)
     if times is None:
         positive = mu[~_is_zero(mu)]
-        _checks.frequencies_suffice(positive, 1)
+        _check_number(positive, 1)
         first, last = 4 * math.log(10) / positive[-1], 4 * math.log(10) / positive[0]
-        t = first * (last / first) ** _steps(count, mu)
+        t = first * (last / first) ** _unit_steps("num_times", num_times, mu)
     else:
-        t = _checks.times(times, mu)
+        t = _times(times, mu)
     decay = torch.exp(-t * mu.clamp(min=0)[:, None])  # (k, T)
     if scaled:
         decay = decay / decay.sum(0)
-    return spectrum.as_held(vectors.square() @ decay)
+    return like_input(vectors.square() @ decay, spectrum.vectors)
 
 
-def wave_kernel_signature(frequencies: Any, spectrum: Spectrum, *, count: int = 128) -> Any:
-    r"""WKS_i(e) = Σ_l w_l φ_l(i)², w_l = exp(−(e − log μ_l)² / 2s²) / C_e, Σ_l w_l = 1 (Aubry et al. 2011).
+def wave_kernel_signature(spectrum: Spectrum, *, num_energies: int = 128, frequencies: ArrayLike | None = None) -> Any:
+    r"""Wave kernel signature WKS_i(e) = Σ_l w_l φ_l(i)², w_l ∝ exp(−(e − log μ_l)² / 2s²), Σ_l w_l = 1.
 
-    The chance to meet at a point a quantum particle of an energy about e. Heat tells most of large parts of a shape,
-    energies tell them from small ones.
+    This is the probability of finding a quantum particle of energy about e at point i (Aubry et al. 2011). Large parts
+    of a shape dominate its heat; energies separate them from small ones.
 
     Args:
-        frequencies: The eigenvalues μ of the Laplacian, ascending, shape (k,). Zeros, one for each part of the
-            shape, are left out, as they have no logarithm: the first, and what is below 1e-4 μ_k.
-        spectrum: The eigenvectors φ, (N, k).
-        count: The number n of energies, evenly spaced from log μ_1 to log μ_k; windows have the width
+        spectrum: Eigenvectors φ, shape (N, k), and their frequencies μ. Zeros among these, one per connected part of
+            the shape, have no logarithm and are left out: the first, and all below 1e-4 μ_k.
+        num_energies: Number n of energies, evenly spaced from log μ_1 to log μ_k. Windows have the width
             s = 7 (log μ_k − log μ_1) / n.
+        frequencies: Frequencies μ in ascending order, shape (k,), to use instead of `spectrum.frequencies`.
 
     Returns:
-        Signatures of shape (N, n), whose means over the shape are 1; an array if the spectrum holds arrays.
+        Signatures of shape (N, n) with mean 1 over the shape, an array if the spectrum holds arrays.
 
-    Example:
+    Examples:
         >>> vectors = torch.tensor([[1.0, 0.0, 1.5], [1.0, 1.4, 0.0], [1.0, -1.4, 0.0]])
-        >>> three = Spectrum(torch.tensor([1.0, 0.5, 0.2]), vectors, torch.zeros(3), torch.full((3,), 1 / 3))
-        >>> wave_kernel_signature([0.0, 1.0, 2.0], three).shape
+        >>> three = Spectrum(torch.tensor([1.0, 0.5, 0.2]), vectors, torch.zeros(3), torch.full((3,), 1 / 3), sigma=0.1)
+        >>> wave_kernel_signature(three).shape
         torch.Size([3, 128])
     """
-    vectors = spectrum.to_torch().vectors
-    mu = _checks.frequencies("frequencies", frequencies, vectors)
+    vectors = spectrum.torch().vectors
+    mu = frequencies_of(spectrum, frequencies).to(vectors)
     is_positive = ~_is_zero(mu)
-    _checks.frequencies_suffice(mu[is_positive].detach().unique(), 2)
+    _check_number(mu[is_positive].detach().unique(), 2)
     log_mu = torch.log(mu[is_positive])
-    low, high = log_mu[0], log_mu[-1]
-    width = _WIDTH * (high - low) / count
-    energies = low + (high - low) * _steps(count, mu)
-    # By softmax, as all windows about an energy in a wide gap of the spectrum can be 0.
+    first, last = log_mu[0], log_mu[-1]
+    width = _WIDTH * (last - first) / num_energies
+    energies = first + (last - first) * _unit_steps("num_energies", num_energies, mu)
+    # A softmax, as all windows underflow at an energy in a wide gap of the spectrum.
     weights = torch.softmax(-0.5 * ((energies - log_mu[:, None]) / width) ** 2, dim=0)  # (l, n)
-    return spectrum.as_held(vectors[:, is_positive].square() @ weights)
+    return like_input(vectors[:, is_positive].square() @ weights, spectrum.vectors)
 
 
 def _is_zero(frequencies: Tensor) -> Tensor:
-    """Which frequencies are 0 but for errors: that of the constants, and one for each further part of a shape."""
+    """Return a mask of the frequencies that are 0 up to errors: one per connected part of the shape."""
     is_zero = frequencies <= _ZERO * frequencies[-1]
     is_zero[0] = True
     return is_zero
 
 
-def _steps(count: int, like: Tensor) -> Tensor:
-    return torch.linspace(0, 1, _checks.integer("count", count, 1), dtype=like.dtype, device=like.device)
+def _check_number(positive: Tensor, minimum: int) -> None:
+    if len(positive) < minimum:
+        raise ValueError(
+            f"`frequencies` should hold at least {minimum} above 0 that differ; got {len(positive)}, as there is a 0 "
+            "for each part of a shape. Compute more eigenpairs."
+        )
+
+
+def _unit_steps(name: str, count: int, like: Tensor) -> Tensor:
+    return torch.linspace(0, 1, _checks.integer(name, count, 1), dtype=like.dtype, device=like.device)
+
+
+def _times(times: ArrayLike, like: Tensor) -> Tensor:
+    tensor = _checks.as_tensor("times", times).to(like)
+    if tensor.ndim != 1 or len(tensor) == 0:
+        raise ValueError(f"`times` should have shape (T,); got {_checks.shape_of(tensor)}. For one time, give `[t]`.")
+    _checks.finite("times", tensor, "Heat that has spread for long is 1 everywhere.")
+    if (tensor < 0).any():
+        raise ValueError(f"`times` should not be negative; {int((tensor < 0).sum())} of its {len(tensor)} numbers are.")
+    return tensor

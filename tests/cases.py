@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qattn import diffusion, shapes
-from qattn.spectral import Spectrum
+from qattn import Solver, diffusion, shapes
+from qattn.spectra import Spectrum
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 
@@ -68,15 +68,32 @@ def dense(query: Tensor, key: Tensor, value: Tensor | None = None, bias: Tensor 
     return weights @ value.double(), lse
 
 
-def dense_spectrum(points: Tensor, sigma: float, k: int, tol: float = 1e-8) -> tuple[Tensor, Spectrum]:
-    """The frequencies −(2/σ²) log λ and the k leading eigenpairs of the operator of a cloud, by its dense matrix."""
-    q = diffusion(points, sigma, tol=tol, max_iter=200)
+def dense_spectrum(points: Tensor, sigma: float, k: int, tol: float = 1e-8) -> Spectrum:
+    """The k leading eigenpairs of the operator of a cloud, by its dense matrix."""
+    q = diffusion(points, sigma, tol=tol, solver=Solver(max_iter=200))
     root = q.mass.sqrt()
     symmetric = root[:, None] * q.to_dense() / root  # √m Q /√m
     values, u = torch.linalg.eigh((symmetric + symmetric.T) / 2)
     values, vectors = values.flip(0)[:k], u.flip(1)[:, :k] / root[:, None]
     residuals = (root[:, None] * (q @ vectors - values * vectors)).norm(dim=0)
-    return -2 / sigma**2 * torch.log(values), Spectrum(values, vectors, residuals, q.mass)
+    return Spectrum(values, vectors, residuals, q.mass, sigma)
+
+
+def pairwise_distances(x: Tensor, y: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x[..., :, None, :] - y[..., None, :, :], dim=-1)
+
+
+def dense_energy_distance(x: Tensor, y: Tensor, a: Tensor | None = None, b: Tensor | None = None) -> Tensor:
+    """The Energy Distance of two clouds by its formula, with all distances, in float64."""
+    x, y = x.double(), y.double()
+    a, b = (torch.ones(z.shape[-2]).double() if m is None else m.double() for z, m in ((x, a), (y, b)))
+    a, b = a / a.sum(-1, keepdim=True), b / b.sum(-1, keepdim=True)
+
+    def mean(p: Tensor, q: Tensor, D: Tensor) -> Tensor:
+        return (p[..., None, :] @ D @ q[..., None])[..., 0, 0]
+
+    cross, own_x, own_y = (pairwise_distances(*pair) for pair in ((x, y), (x, x), (y, y)))
+    return mean(a, b, cross) - mean(a, a, own_x) / 2 - mean(b, b, own_y) / 2
 
 
 # From the generator that conftest.py seeds for each test, so that several clouds of a test differ.

@@ -1,6 +1,18 @@
-import pytest
-import torch
-from hypothesis import settings
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+CPU = Path("/proc/cpuinfo")
+# Some virtual machines announce AMX and do not allow it: torch then dies of SIGILL in products of bfloat16.
+if "ONEDNN_MAX_CPU_ISA" not in os.environ and CPU.exists() and "amx_tile" in CPU.read_text():
+    product = "import torch; x = torch.ones(512, 512).bfloat16(); x @ x"
+    if subprocess.run([sys.executable, "-c", product], capture_output=True, check=False).returncode < 0:
+        os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_FP16"  # before torch is imported, here and in workers
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from hypothesis import settings  # noqa: E402
 
 settings.register_profile("repeatable", derandomize=True, database=None)
 settings.load_profile("repeatable")

@@ -182,7 +182,7 @@ def _graph(eps: float) -> Case:
         return weight[low, high]
 
     def make(weight: Tensor) -> Kernel:
-        return GraphKernel((EDGES, symmetric(weight)), eps, size=N)
+        return GraphKernel(EDGES, symmetric(weight), eps=eps, num_vertices=N)
 
     def log(weight: Tensor) -> Tensor:
         A = weight.new_zeros(N, N).index_put((EDGES[0], EDGES[1]), symmetric(weight))

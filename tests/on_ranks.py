@@ -8,6 +8,7 @@ import os
 import sys
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 from threading import Timer
 
@@ -19,8 +20,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.parallel import DistributedDataParallel
 
 import qattn
-from qattn.distributed import Group, ShardedGaussian, compact, gather, shard
+from qattn.distributed import Group, compact, gather, shard
 
+sharded_kernel = partial(qattn.GaussianKernel, group="world")
 SIGMA, TOL = 0.4, {"exact": 1e-10, "tiles": 1e-6, "fourier": 1e-6}
 
 
@@ -60,12 +62,13 @@ def same_as_one(method):
     """Attention, the operator, its transpose, its gradient in space, its extension, and what they report."""
     points, mass, signal = cloud()
     N, tol = len(points), TOL[method]
-    whole = qattn.diffusion(qattn.GaussianKernel(points, SIGMA, method="exact"), mass=mass, tol=1e-8, signal=signal)
+    exact = qattn.GaussianKernel(points, SIGMA, method="exact")
+    smooth, whole = qattn.diffuse(exact, None, signal, mass, tol=1e-8)
     bias = torch.linspace(-1, 1, N).double()
     expected = qattn.GaussianKernel(points, SIGMA, method="exact").attend(bias, signal)
     elsewhere = points[:7] * 1.1
     for index in shares(N):
-        kernel = ShardedGaussian(points[index], SIGMA, method=method, tol=tol)
+        kernel = sharded_kernel(points[index], SIGMA, method=method, tol=tol)
         assert kernel.shape == (len(index), len(index))
         found = kernel.attend(bias[index], signal[index])
         close(found.lse, expected.lse[index], 10 * tol)
@@ -74,18 +77,18 @@ def same_as_one(method):
 
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            q = qattn.diffusion(kernel, mass=mass[index], tol=1e-8, signal=signal[index])
+            applied, q = qattn.diffuse(kernel, None, signal[index], mass[index], tol=1e-8)
         assert bool(q.converged)
         assert int(q.num_iter) == int(whole.num_iter)
         close(q.potential, whole.potential[index], 10 * tol)
-        close(q.applied, whole.applied[index], 10 * tol)
+        close(applied, smooth[index], 10 * tol)
         close(q @ signal[index], (whole @ signal)[index], 10 * tol)
         close(q.T @ signal[index], (whole.T @ signal)[index], 100 * tol)
         for got, wanted in zip(q.value_and_gradient(signal[index]), whole.value_and_gradient(signal), strict=True):
             close(got, wanted[index], 100 * tol)
         some = torch.arange(7)[dist.get_rank() :: dist.get_world_size()]
         close(q.extend(elsewhere[some]) @ signal[index], (whole.extend(elsewhere) @ signal)[some], 10 * tol)
-        close(gather(q.applied, index), whole.applied, 10 * tol)
+        close(gather(applied, index), smooth, 10 * tol)
 
         again = qattn.diffusion(kernel, mass=mass[index], tol=1e-6, init=q.potential)
         assert int(again.num_iter) == 1
@@ -109,31 +112,31 @@ def near_and_far(method):
     bias = torch.log(mass) + 3 * torch.rand(N, dtype=torch.float64)
     expected = qattn.GaussianKernel(points, sigma, method="exact").attend(bias, signal)
     for index in shares(N):
-        kernel = ShardedGaussian(points[index], sigma, method=method, tol=tol)
+        kernel = sharded_kernel(points[index], sigma, method=method, tol=tol)
         out, lse = kernel.attend(bias[index], signal[index])
         counts = (index > 0) | (method != "fourier")  # whose error is absolute, so that it loses the one far from all
         torch.testing.assert_close(lse[counts], expected.lse[index][counts], rtol=0, atol=tol)
         torch.testing.assert_close(out[counts], expected.out[index][counts], rtol=0, atol=6 * tol)
     if method == "tiles":
         index = shard(points)
-        kernel = ShardedGaussian(points[index], sigma, method=method, tol=1e-3)
+        kernel = sharded_kernel(points[index], sigma, method=method, tol=1e-3)
         assert kernel.attend(torch.zeros(len(index)).double(), signal[index]).lse.isfinite().all()  # finds the halo
-        before = kernel.group.sent
+        before = kernel.ranks.sent
         kernel.attend(torch.zeros(len(index)).double(), signal[index])
         everything = 8 * (N - len(index)) * (3 + 1 + 2)
-        assert kernel.group.sent - before < 0.5 * everything
+        assert kernel.ranks.sent - before < 0.5 * everything
 
 
 def batches_and_heads(method):
     points = torch.stack([cloud(seed=1)[0], cloud(seed=2)[0] * torch.tensor([1.0, 0.3, 2.0])])
     sigma, signal = torch.tensor([0.3, 0.6, 1.2]).double(), torch.randn(2, 3, 230, 2, dtype=torch.float64)
     tol = TOL[method]
-    whole = qattn.diffusion(qattn.GaussianKernel(points, sigma, method="exact"), tol=1e-8, signal=signal)
+    smooth, whole = qattn.diffuse(qattn.GaussianKernel(points, sigma, method="exact"), None, signal, tol=1e-8)
     for index in list(shares(230))[1:]:
-        kernel = ShardedGaussian(points[:, index], sigma, method=method, tol=tol)
-        q = qattn.diffusion(kernel, tol=1e-8, signal=signal[..., index, :])
+        kernel = sharded_kernel(points[:, index], sigma, method=method, tol=tol)
+        applied, q = qattn.diffuse(kernel, None, signal[..., index, :], tol=1e-8)
         close(q.potential, whole.potential[..., index], 10 * tol)
-        close(q.applied, whole.applied[..., index, :], 10 * tol)
+        close(applied, smooth[..., index, :], 10 * tol)
         close(q @ signal[0, 0, index], (whole @ signal[0, 0])[..., index, :], 10 * tol)
         assert q.marginal_error.shape == (2, 3)
 
@@ -161,7 +164,7 @@ def gradients(method):
 
     expected = derivatives(lambda x, s: qattn.GaussianKernel(x, s, method="exact"), torch.arange(N))
     for index in list(shares(N))[1:]:
-        found = derivatives(lambda x, s: ShardedGaussian(x, s, method=method, tol=tol), index)
+        found = derivatives(lambda x, s: sharded_kernel(x, s, method=method, tol=tol), index)
         for got, wanted in zip(found, expected[: len(found)], strict=True):
             if wanted.ndim == 0:  # of σ each rank has a part
                 close(Group().sum(got), wanted, 1e3 * tol)
@@ -178,7 +181,7 @@ def subgroups(method):
         groups = [dist.new_group(list(range(first, first + width))) for first in range(0, size, width)]
         group = groups[rank // width]
         index = shard(points, group)
-        q = qattn.diffusion(ShardedGaussian(points[index], SIGMA, group=group, method=method), mass=mass[index])
+        q = qattn.diffusion(sharded_kernel(points[index], SIGMA, group=group, method=method), mass=mass[index])
         close(q @ signal[index], (whole @ signal)[index], 1e-2)
 
 
@@ -189,11 +192,12 @@ def spectra(method):
         whole = qattn.diffusion(qattn.GaussianKernel(points, sigma, method="exact"), mass=mass, tol=1e-9)
         expected = qattn.eigsh(whole, 4, tol=1e-5)
         for index in list(shares(N))[1:]:
-            q = qattn.diffusion(ShardedGaussian(points[index], sigma, method=method), mass=mass[index], tol=1e-9)
+            q = qattn.diffusion(sharded_kernel(points[index], sigma, method=method), mass=mass[index], tol=1e-9)
             spectrum = qattn.eigsh(q, 4, tol=1e-5)
             close(spectrum.values, expected.values, 1e-6)
             close(spectrum.vectors, expected.vectors[index], 1e-3)
             close(spectrum.mass, expected.mass[index])
+            close(spectrum.frequencies, expected.frequencies, 1e-3)
             assert float(spectrum.residuals.amax()) < 1e-4
             close(spectrum.project(signal[index]), expected.project(signal), 1e-3)
             close(spectrum.power(0.5, signal[index]), expected.power(0.5, signal)[index], 1e-3)
@@ -218,14 +222,14 @@ def compacted(method):
         assert 0.9 * 3000 / size < len(x) < 1.1 * 3000 / size
         sides = torch.stack([points.amax(0) - points.amin(0), x.amax(0) - x.amin(0)])
         assert (sides[1] < 0.7 * sides[0]).any()  # a part of space
-    kernel = ShardedGaussian(x, 0.2, method=method)
+    kernel = sharded_kernel(x, 0.2, method=method)
     whole = qattn.diffusion(qattn.GaussianKernel(points, 0.2, method="exact"), mass=mass)
     q = qattn.diffusion(kernel, mass=m)
     close(q @ f, (whole @ signal)[order[numbers]], 1e-2)
     same = torch.zeros(7 * (dist.get_rank() == 0), 3)  # in one place, on one rank
     assert sum(len(part) for part in Group().joined(compact(same)[0])) == 7
     assert [len(part) for part in compact(same[:0])] == [0, 0]
-    assert "one row a point" in refusal(lambda: compact(points[:5], mass[:4]))
+    assert "one row per point" in refusal(lambda: compact(points[:5], mass[:4]))
 
 
 def dtensors(method):
@@ -239,7 +243,7 @@ def dtensors(method):
         expected.square().sum().backward()
         sharded = distribute_tensor(points, mesh, [Shard(0)]).requires_grad_()
         masses, signals = (distribute_tensor(x, mesh, [Shard(0)]) for x in (mass, signal))
-        q = qattn.diffusion(ShardedGaussian(sharded, SIGMA, method=method, tol=1e-9), mass=masses, tol=1e-9)
+        q = qattn.diffusion(sharded_kernel(sharded, SIGMA, method=method, tol=1e-9), mass=masses, tol=1e-9)
         found = q @ signals
         assert isinstance(found, DTensor)
         close(found.full_tensor(), expected.detach(), 1e-7)
@@ -255,15 +259,15 @@ def dtensors(method):
             (qattn.diffusion(qattn.GaussianKernel(points, SIGMA), mass=mass, tol=1e-9).extend(points[:3]) @ signal),
             1e-7,
         )
-        applied = qattn.diffusion(q.kernel, mass=masses, signal=signals, init=q.potential).applied
+        applied, _ = qattn.diffuse(q.kernel, None, signals, masses, init=q.potential)
         close(applied.full_tensor(), expected.detach(), 1e-2)
-        heads = qattn.diffusion(ShardedGaussian(sharded.detach(), [0.3, 0.6], method=method)) @ signals
+        heads = qattn.diffusion(sharded_kernel(sharded.detach(), [0.3, 0.6], method=method)) @ signals
         assert heads.shape == (2, N, 2)
         assert heads.full_tensor().shape == (2, N, 2)
     alone = qattn.GaussianKernel(points, SIGMA)
     replicated = distribute_tensor(points, mesh, [Replicate()])
-    assert "redistribute" in refusal(lambda: ShardedGaussian(replicated, SIGMA))
-    assert "ShardedGaussian" in refusal(lambda: qattn.GaussianKernel(sharded, SIGMA))
+    assert "redistribute" in refusal(lambda: sharded_kernel(replicated, SIGMA))
+    assert qattn.GaussianKernel(sharded, SIGMA).ranks.size == dist.get_world_size()
     assert "full_tensor" in refusal(lambda: qattn.diffusion(alone) @ signals)
     assert "full_tensor" in refusal(lambda: qattn.diffusion(alone, mass=masses))
 
@@ -272,28 +276,28 @@ def choices(_):
     """All ranks take the same method, the cheapest for each bandwidth, whatever they hold."""
     points = cloud(12_000)[0].float()
     for index in shares(len(points)):
-        kernel = ShardedGaussian(points[index], [0.02, 0.8])
-        few = ShardedGaussian(points[index][:30], 0.1)
+        kernel = sharded_kernel(points[index], [0.02, 0.8])
+        few = sharded_kernel(points[index][:30], 0.1)
         assert kernel.method == ("auto", "auto")  # still to be chosen
-        q = qattn.diffusion(kernel, signal=points[index])
+        smooth, q = qattn.diffuse(kernel, None, points[index])
         assert kernel.method == ("tiles", "fourier")
         qattn.diffusion(few)
         assert few.method == "exact"
         assert bool(q.converged.all())
-        assert float(q.error().amax()) <= 1e-3
-        assert q.applied.shape == (2, len(index), 3)
+        assert float(q.kernel_error().amax()) <= 1e-3
+        assert smooth.shape == (2, len(index), 3)
 
 
 def networks(method):
     """A network on a cloud over all ranks is the network on the cloud; DDP trains it."""
     points, mass, features = cloud(120)
     rank, size = dist.get_rank(), dist.get_world_size()
-    options = {"num_scales": 2, "features": 2, "num_blocks": 2, "sigma": (0.2, 1.0), "tol": 1e-9}
+    options = {"num_scales": 2, "channels_per_scale": 2, "num_blocks": 2, "sigma_range": (0.2, 1.0), "tol": 1e-9}
     for output in ("points", "mean"):
         torch.manual_seed(0)
         whole = qattn.nn.QDiffNet(2, 3, output=output, method="exact", **options).double()
         torch.manual_seed(rank)  # rank 0 decides where the parameters start
-        network = qattn.nn.QDiffNet(2, 3, output=output, method=method, sharded=True, **options).double()
+        network = qattn.nn.QDiffNet(2, 3, output=output, method=method, group="world", **options).double()
         parallel = DistributedDataParallel(network)
         for index in shares(120):
             whole.zero_grad()
@@ -309,7 +313,7 @@ def networks(method):
                 close(got.grad, wanted.grad, 1e-3)
     equal = whole(features, points)  # masses that are not given are equal over all ranks
     close(parallel(features[index], points[index]), equal, 1e-4)
-    block = qattn.nn.QBlock(2, 1, content_dim=2, sharded=True, method="exact").double()
+    block = qattn.nn.QBlock(2, 1, content_dim=2, group="world", method="exact").double()
     for parameter in block.parameters():
         dist.broadcast(parameter.data, 0)
     assert block(features[index], points[index]).shape == (len(index), 2)
@@ -320,7 +324,9 @@ def compiled_in_bfloat16(method):
     points, mass, features = (x.float() for x in cloud(120))
     index = shard(points)
     torch.manual_seed(0)
-    network = qattn.nn.QDiffNet(2, 3, num_scales=2, features=2, sigma=(0.2, 1.0), method=method, sharded=True)
+    network = qattn.nn.QDiffNet(
+        2, 3, num_scales=2, channels_per_scale=2, sigma_range=(0.2, 1.0), method=method, group="world"
+    )
     expected = network(features[index], points[index], mass[index])
     traced = torch.compile(network, backend="eager")
     close(traced(features[index], points[index], mass[index]), expected, 1e-5)
@@ -335,12 +341,13 @@ def fully_sharded(method):
     """FSDP has the gradients of one process, with a cloud for each rank and with one over all of them."""
     rank, size = dist.get_rank(), dist.get_world_size()
     clouds = [cloud(60, seed)[0] for seed in range(size)]
-    options = {"num_scales": 2, "features": 2, "num_blocks": 2, "sigma": (0.2, 1.0), "tol": 1e-9, "method": method}
+    sizes = {"num_scales": 2, "channels_per_scale": 2, "num_blocks": 2}
+    options = {**sizes, "sigma_range": (0.2, 1.0), "tol": 1e-9, "method": method}
     for sharded in (False, True):
         torch.manual_seed(0)
         whole = qattn.nn.QDiffNet(3, 2, **options).double()
         torch.manual_seed(0)
-        network = qattn.nn.QDiffNet(3, 2, sharded=sharded, **options).double()
+        network = qattn.nn.QDiffNet(3, 2, group="world" if sharded else None, **options).double()
         for part in (*network.blocks, network):
             fully_shard(part, mesh=init_device_mesh("cpu", (size,)))
         if sharded:
@@ -357,10 +364,10 @@ def fully_sharded(method):
 def refusals(_):
     points, rank = torch.randn(5, 3), dist.get_rank()
 
-    assert "`sigma` should be the same on all ranks" in refusal(lambda: ShardedGaussian(points, 1.0 + rank))
-    assert "should be the same on all ranks" in refusal(lambda: ShardedGaussian(torch.randn(5, 2 + rank % 2), 1.0))
-    assert "all shards are empty" in refusal(lambda: ShardedGaussian(points[:0], 1.0))
-    kernel = ShardedGaussian(points, 1.0)
+    assert "`sigma` should be the same on all ranks" in refusal(lambda: sharded_kernel(points, 1.0 + rank))
+    assert "should be the same on all ranks" in refusal(lambda: sharded_kernel(torch.randn(5, 2 + rank % 2), 1.0))
+    assert "all shards are empty" in refusal(lambda: sharded_kernel(points[:0], 1.0))
+    kernel = sharded_kernel(points, 1.0)
     q = qattn.diffusion(kernel)
     assert f"rank {rank} of" in repr(q)
     for function in (q.to_dense, q.to_scipy, lambda: qattn.check_axioms(q), kernel.smallest_eigenvalue):
@@ -379,7 +386,7 @@ def masses_by_density(method):
     (expected @ weights).square().sum().backward()
     for index in shares(len(points)):
         own = points[index].requires_grad_()
-        found = qattn.mass.density(ShardedGaussian(own, [SIGMA, 1.0], method=method, tol=TOL[method]))
+        found = qattn.mass.density(sharded_kernel(own, [SIGMA, 1.0], method=method, tol=TOL[method]))
         close(found, expected[:, index].detach(), 10 * TOL[method])
         Group().sum(found @ weights[index]).square().sum().div(dist.get_world_size()).backward()
         close(own.grad, whole.grad[index], 1e-6)
@@ -402,26 +409,25 @@ def disagreements(_):
     makes = {"sigma": (1.0, 2.0), "method": ("exact", "tiles"), "tol": (1e-3, 1e-4), "backend": ("auto", "sdpa")}
     for name, values in makes.items():
         options = {"sigma": 1.0} | {name: values[odd]}
-        says(lambda o=options: ShardedGaussian(x, **o), f"`{name}` should be the same on all ranks", repr(values[1]))
+        says(lambda o=options: sharded_kernel(x, **o), f"`{name}` should be the same on all ranks", repr(values[1]))
     both = {"method": ("exact", "tiles")[odd], "tol": (1e-3, 1e-4)[odd]}
-    says(lambda: ShardedGaussian(x, 1.0, **both), "`method` should be the same", "`tol` should be the same")
-    says(lambda: ShardedGaussian(x.double() if odd else x, 1.0), "dtype of `points`", "torch.float64 on rank 1")
-    says(lambda: ShardedGaussian(x.clone().requires_grad_(odd), 1.0), "shape of `points`", "(n, 3), with gradient")
-    kernel = ShardedGaussian(x, 1.0)
+    says(lambda: sharded_kernel(x, 1.0, **both), "`method` should be the same", "`tol` should be the same")
+    says(lambda: sharded_kernel(x.double() if odd else x, 1.0), "dtype of `points`", "torch.float64 on rank 1")
+    says(lambda: sharded_kernel(x.clone().requires_grad_(odd), 1.0), "shape of `points`", "(n, 3), with gradient")
+    kernel = sharded_kernel(x, 1.0)
     operator = {
         "tol": (1e-3, 1e-5),
-        "max_iter": (50, 9),
+        "solver": (qattn.Solver(), qattn.Solver(adjoint="detach")),
         "normalization": ("sinkhorn", "row"),
-        "adjoint": ("implicit", "detach"),
-        "iteration": ("chebyshev", "plain"),
     }
     for name, values in operator.items():
         says(lambda o={name: values[odd]}: qattn.diffusion(kernel, **o), f"`{name}` should be the same on all ranks")
-    for name, values in {"tol": (1e-3, 1e-5), "max_iter": (50, 9), "iteration": ("chebyshev", "plain")}.items():
+    for name, values in {"tol": (1e-3, 1e-5), "solver": (qattn.Solver(), qattn.Solver(9))}.items():
         says(lambda o={name: values[odd]}: qattn.sinkhorn(kernel, **o), f"`{name}` should be the same on all ranks")
     one = torch.ones(len(x))
     says(lambda: qattn.diffusion(kernel, mass=one if odd else None), "The shape of `mass`", "None")
-    says(lambda: qattn.diffusion(kernel, signal=one if odd else None), "Whether there is a `signal`", "True on rank 1")
+    call = partial(qattn.diffuse, kernel, None, one) if odd else partial(qattn.diffusion, kernel)
+    says(call, "Whether there is a `signal`", "True on rank 1")
     q = qattn.diffusion(kernel)
     says(lambda: q @ x[:, : 2 + odd], "The shape of `signal`", "(n, 2)", "(n, 3)")
     says(lambda: q @ (x.double() if odd else x), "The dtype of `signal`")
@@ -439,10 +445,10 @@ def looks(method):
     points, mass, signal = cloud()
     index = shard(points)
     group = dist.new_group(timeout=datetime.timedelta(seconds=30))
-    kernel = ShardedGaussian(points[index], [SIGMA, 1.0], group=group, method=method)
+    kernel = sharded_kernel(points[index], [SIGMA, 1.0], group=group, method=method)
     for name in ("sinkhorn", "row", "symmetric", "none"):
         q = qattn.diffusion(kernel, mass=mass[index], normalization=name)
-        fresh = ShardedGaussian(points[index], SIGMA, group=group, method=method)
+        fresh = sharded_kernel(points[index], SIGMA, group=group, method=method)
         if dist.get_rank() == 0:
             assert fresh.method == method
             assert f"method={method!r}" in repr(fresh)
@@ -462,14 +468,16 @@ def killed(method):
     points, mass, _ = cloud()
     index = shard(points)
     warnings.simplefilter("ignore")
-    result = qattn.sinkhorn(ShardedGaussian(points[index], SIGMA, method=method), mass[index], max_iter=4, tol=1e-9)
+    result = qattn.sinkhorn(
+        sharded_kernel(points[index], SIGMA, method=method), mass[index], solver=qattn.Solver(max_iter=4), tol=1e-9
+    )
     torch.save(result.potential, Path(os.environ["FOLDER"]) / f"{dist.get_rank()}.pt")
     group = dist.new_group(timeout=datetime.timedelta(seconds=float(os.environ["TIMEOUT"])))
     dist.barrier()
     if dist.get_rank() == 1:
         Timer(0.5, lambda: os.kill(os.getpid(), int(os.environ["SIGNAL"]))).start()
-    kernel = ShardedGaussian(points[index], SIGMA, method=method, group=group)
-    qattn.sinkhorn(kernel, mass[index], max_iter=10**6, tol=0)
+    kernel = sharded_kernel(points[index], SIGMA, method=method, group=group)
+    qattn.sinkhorn(kernel, mass[index], solver=qattn.Solver(max_iter=10**6), tol=0)
 
 
 def restarted(method):
@@ -477,7 +485,7 @@ def restarted(method):
     points, mass, _ = cloud()
     index = shard(points)
     saved = torch.load(Path(os.environ["FOLDER"]) / f"{dist.get_rank()}.pt")
-    kernel = ShardedGaussian(points[index], SIGMA, method=method, tol=1e-9)
+    kernel = sharded_kernel(points[index], SIGMA, method=method, tol=1e-9)
     cold = qattn.sinkhorn(kernel, mass[index], tol=1e-8)
     warm = qattn.sinkhorn(kernel, mass[index], tol=1e-8, init=saved)
     whole = qattn.sinkhorn(qattn.GaussianKernel(points, SIGMA), mass, tol=1e-8)

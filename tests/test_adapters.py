@@ -12,7 +12,6 @@ from cases import dense
 
 from qattn.attention import flash_attn, xformers
 from qattn.attention.inputs import Inputs
-from qattn.attention.score import gaussian
 
 
 def attention(query, key, value, scale):
@@ -59,7 +58,7 @@ def problem(points_dtype, value_dtype):
     bias = torch.randn(2, 70)
     bias[:, ::5] = -torch.inf
     points = query.to(points_dtype), key.to(points_dtype)
-    return Inputs(*points, value, bias, gaussian, 1e-3, torch.Size((2,)))
+    return Inputs(*points, value, bias)
 
 
 def check(attended, inputs, tolerance):
@@ -131,10 +130,10 @@ def test_a_broken_package_is_a_reason_not_a_crash(modules):
     modules["xformers.ops.fmha"] = OSError("libcudart.so.13: cannot open shared object file")
     inputs = problem(torch.float32, None)
     assert flash_attn.FlashAttn().not_supported_reasons(inputs)[0] == (
-        "flash_attn is there, but does not import (ImportError: undefined symbol: c10)"
+        "flash_attn is installed, but does not import (ImportError: undefined symbol: c10)"
     )
     assert xformers.Xformers().not_supported_reasons(inputs)[0] == (
-        "xformers.ops.fmha is there, but does not import (OSError: libcudart.so.13: cannot open shared object file)"
+        "xformers.ops.fmha is installed, but does not import (OSError: libcudart.so.13: cannot open shared object file)"
     )
 
 
@@ -169,5 +168,5 @@ def test_the_chosen_package_fits_the_gpu(modules, monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None, c=capability: c)
         inputs = problem(torch.float32, None)
         value = torch.randn(2, 70, channels).half()
-        flash_attn.FlashAttn().attend(Inputs(inputs.query, inputs.key, value, None, gaussian, 1e-3, inputs.batch))
+        flash_attn.FlashAttn().attend(Inputs(inputs.query, inputs.key, value))
     assert called == ["flash_attn.cute", "flash_attn_interface", "flash_attn"]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from qattn import GaussianKernel, GraphKernel, MatrixKernel, attend, diffusion, ragged, sinkhorn
+from qattn import GaussianKernel, GraphKernel, MatrixKernel, Solver, attend, diffuse, diffusion, ragged, sinkhorn
 from qattn._broadcasting import broadcast_shapes
 
 POINTS = torch.randn(10, 3)
@@ -64,8 +64,8 @@ KERNEL = GaussianKernel(POINTS, 1.0)
         (lambda: diffusion(POINTS[:0], 1.0), "`points` should hold at least one point"),
         (lambda: diffusion(np.ones((3, 2), dtype=complex), 1.0), "`points` should be real numbers; got complex128"),
         (lambda: diffusion(POINTS), "`sigma` should be given with points"),
-        (lambda: diffusion(KERNEL, 1.0), "sigma belong to the kernel, which is given already"),
-        (lambda: diffusion(KERNEL, backend="sdpa"), "backend belong to the kernel"),
+        (lambda: diffusion(KERNEL, 1.0), "`sigma` should not be given with a kernel. Set them when making the kernel"),
+        (lambda: diffusion(KERNEL, backend="sdpa"), "`backend` should not be given with a kernel"),
         (lambda: diffusion(POINTS, 0.0), "`sigma` should be positive and finite; got 0.0"),
         (lambda: diffusion(POINTS, -1.0), "`sigma` should be positive and finite; got -1.0"),
         (lambda: diffusion(POINTS, torch.nan), "`sigma` should be positive and finite; got nan"),
@@ -76,19 +76,34 @@ KERNEL = GaussianKernel(POINTS, 1.0)
             "`method` should be 'auto' or 'exact' or 'tiles' or 'fourier'; got 'magic'",
         ),
         (lambda: diffusion(POINTS, 1.0, normalization="typo"), "`normalization` should be 'sinkhorn' or 'row' or"),
-        (lambda: diffusion(POINTS, 1.0, adjoint="typo"), "`adjoint` should be 'implicit' or 'unroll' or 'detach'"),
-        (lambda: diffusion(POINTS, 1.0, iteration="typo"), "`iteration` should be 'chebyshev' or 'plain'"),
+        (
+            lambda: diffusion(POINTS, 1.0, solver=Solver(adjoint="typo")),
+            "`adjoint` should be 'implicit' or 'unroll' or 'detach'",
+        ),
+        (
+            lambda: diffusion(POINTS, 1.0, solver=Solver(iteration="typo")),
+            "`iteration` should be 'chebyshev' or 'plain'",
+        ),
         *(
-            (lambda n=name: diffusion(POINTS, 1.0, normalization=n, adjoint="typo"), "`adjoint` should be 'implicit'")
+            (
+                lambda n=name: diffusion(POINTS, 1.0, normalization=n, solver=Solver(adjoint="typo")),
+                "`adjoint` should be 'implicit'",
+            )
             for name in ("row", "symmetric", "none")
         ),
-        (lambda: diffusion(POINTS, 1.0, normalization="row", iteration="typo"), "`iteration` should be 'chebyshev'"),
         (
-            lambda: diffusion(POINTS, 1.0, normalization="row", max_iter=-3),
+            lambda: diffusion(POINTS, 1.0, normalization="row", solver=Solver(iteration="typo")),
+            "`iteration` should be 'chebyshev'",
+        ),
+        (
+            lambda: diffusion(POINTS, 1.0, normalization="row", solver=Solver(max_iter=-3)),
             "`max_iter` should be .* at least 1; got -3",
         ),
         (lambda: diffusion(POINTS, 1.0, tol=-1), "`tol` should be 0 or more, and finite; got -1"),
-        (lambda: diffusion(POINTS, 1.0, max_iter=0), "`max_iter` should be an integer of at least 1; got 0"),
+        (
+            lambda: diffusion(POINTS, 1.0, solver=Solver(max_iter=0)),
+            "`max_iter` should be an integer of at least 1; got 0",
+        ),
         (lambda: diffusion(POINTS, 1.0, -torch.ones(10)), "`mass` should not be negative; 10 of its 10 numbers are"),
         (lambda: diffusion(POINTS, 1.0, torch.zeros(10)), "`mass` should have a positive sum in each cloud"),
         (lambda: diffusion(POINTS, 1.0, torch.full((10,), torch.nan)), "`mass` should be finite"),
@@ -111,7 +126,7 @@ KERNEL = GaussianKernel(POINTS, 1.0)
         ),
         (lambda: diffusion(POINTS, 1.0) @ 3.0, r"`signal` should have shape .*got \(\)"),
         (lambda: diffusion(POINTS, 1.0) @ torch.ones(10, device="meta"), "`signal` should be on cpu"),
-        (lambda: diffusion(POINTS, 1.0, signal=torch.ones(4)), "`signal` should have shape"),
+        (lambda: diffuse(POINTS, 1.0, torch.ones(4)), "`signal` should have shape"),
         (lambda: diffusion(POINTS, 1.0).power(-1, POINTS), "`t` should be 0 or more, and finite; got -1"),
         (lambda: diffusion(POINTS, 1.0).power(1.5, POINTS), r"`t` should be an integer; got 1.5.*qattn.eigsh\(q, k\)"),
         (
@@ -130,12 +145,12 @@ KERNEL = GaussianKernel(POINTS, 1.0)
             lambda: KERNEL + GaussianKernel(POINTS[:4], 1.0),
             r"one size and batches that broadcast; got \(10, 10\), \(4, 4\)",
         ),
-        (lambda: ragged.to_padded(POINTS), "Give either `offset`, where each cloud ends, or `batch`"),
+        (lambda: ragged.to_padded(POINTS), "Give either `offset`, the end of each cloud, or `batch`"),
         (
             lambda: ragged.to_padded(POINTS, offset=torch.tensor([0, 5])),
             "`offset` should rise to the number of rows, 10",
         ),
-        (lambda: ragged.to_padded(POINTS, batch=torch.zeros(4).long()), r"`batch` should be sorted.*got \(4,\)"),
+        (lambda: ragged.to_padded(POINTS, batch=torch.zeros(4).long()), r"`batch` should be sorted.*got shape \(4,\)"),
         (lambda: ragged.to_padded(POINTS, batch=torch.arange(10).flip(0)), "`batch` should be sorted"),
     ],
 )
@@ -194,6 +209,6 @@ def test_arrays_of_either_byte_order_that_may_not_be_written_to(order):
     q = diffusion(stored(points, "f8"), stored([0.5, 1.0], "f4"), stored(mass, "f8"))
     np.testing.assert_allclose(q @ stored(signal, "f8")[:, None], expected, rtol=1e-12)
     edges = stored([[0, 1], [1, 0]], "i4"), stored([1.0, 1.0], "f4")
-    assert GraphKernel(edges).shape == (2, 2)
+    assert GraphKernel(*edges).shape == (2, 2)
     with pytest.raises(TypeError, match="`points` should be a tensor or an array of numbers; got an array of object"):
         diffusion(np.array([[None]]), 1.0)

@@ -1,4 +1,4 @@
-"""The commands that go from file to file: their numbers are those of the library, and what is wrong takes one line."""
+"""The commands: their numbers are those of the library, and errors take one line."""
 
 import nibabel
 import nrrd
@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 import qattn
 from qattn import io
 from qattn.cli import app
-from qattn.cli.sigma import bandwidth
+from qattn.cli.arguments import parse_sigma
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
 
@@ -46,35 +46,35 @@ def sphere():
 
 def test_a_bandwidth_is_a_length_spacings_or_a_part_of_the_extent():
     made = cloud()
-    assert bandwidth("0.05", made) == 0.05
-    assert bandwidth("5e-2", made) == 0.05
-    assert bandwidth("3x", made) == 3 * made.spacing
-    assert bandwidth("2.5 %", made) == pytest.approx(0.025 * made.extent)
-    assert bandwidth("2x", io.Grid(np.ones((2, 2), bool), (1.0, 3.0))) == 4
+    assert parse_sigma("0.05", made) == 0.05
+    assert parse_sigma("5e-2", made) == 0.05
+    assert parse_sigma("3x", made) == 3 * made.spacing
+    assert parse_sigma("2.5 %", made) == pytest.approx(0.025 * made.extent)
+    assert parse_sigma("2x", io.Grid(np.ones((2, 2), bool), (1.0, 3.0))) == 4
     for wrong in ("0", "-1", "x", "3y", "%", "1.2.3", "nan", "inf", "", "1e999", "3x%"):
         with pytest.raises(ValueError, match="--sigma should be a positive length"):
-            bandwidth(wrong, made)
-    with pytest.raises(ValueError, match="in one place"):
-        bandwidth("3x", io.Cloud(np.ones((2, 3))))
+            parse_sigma(wrong, made)
+    with pytest.raises(ValueError, match="All points coincide"):
+        parse_sigma("3x", io.Cloud(np.ones((2, 3))))
 
 
 def test_info_tells_what_there_is(tmp_path):
     made = sphere()
     text = run("info", "in.ply")
-    for fact in ("what a mesh", "points 42", "faces 80", f"spacing {made.spacing:.4g}", f"extent {made.extent:.4g}"):
+    for fact in ("type mesh", "points 42", "faces 80", f"spacing {made.spacing:.4g}", f"extent {made.extent:.4g}"):
         assert fact in text
     assert f"suggested σ {2 * made.spacing:.3g} (2x)" in text
     for name, facts in {
-        "splats.ply": ["what splats", "points 20", "nx, ny, nz", "… rot_3 (float32)"],
+        "splats.ply": ["type splats", "points 20", "nx, ny, nz", "… rot_3 (float32)"],
         "scan.las": ["offset (500123.499, 5412345.5", "return_number", "height (float32)"],
-        "mask.nii": ["a grid, a mask", "24 of 4 × 5 × 6", "spacing 1 × 2 × 3"],
+        "mask.nii": ["type grid, mask", "24 of 4 × 5 × 6", "spacing 1 × 2 × 3"],
     }.items():
         (tmp_path / name).write_bytes(WHOLE[name])
         text = run("info", name)
         for fact in facts:
             assert fact in text
     io.write("one.npz", io.Cloud(np.ones((3, 2))))
-    assert "all points are in one place" in run("info", "one.npz")
+    assert "all points coincide" in run("info", "one.npz")
 
 
 @pytest.mark.parametrize("ending", ["ply", "npz"])
@@ -103,7 +103,7 @@ def test_diffuse_smooths_attributes_and_leaves_the_rest():
     assert out.attributes["red"].dtype == np.uint8
     expected = qattn.diffusion(made.points, 0.3, tol=1e-6) @ height
     assert np.abs(out.attributes["height"] - expected).max() < 1e-3
-    assert np.abs(out.attributes["big"] - 1e9 - expected).max() < 1e-3  # the mean is taken off before float32
+    assert np.abs(out.attributes["big"] - 1e9 - expected).max() < 1e-3  # the mean is subtracted before float32
     assert out.attributes["height"].std() < 0.5 * height.std()
 
 
@@ -118,7 +118,7 @@ def test_diffuse_weighs_the_vertices_of_a_mesh_by_area():
 
 def test_diffuse_far_from_the_origin_keeps_the_origin(tmp_path):
     (tmp_path / "scan.laz").write_bytes(WHOLE["scan.laz"])
-    run("diffuse", "scan.laz", "--sigma", "1e-3", "-o", "out.ply")  # less than the spacing, so that nothing moves
+    run("diffuse", "scan.laz", "--sigma", "1e-3", "-o", "out.ply")  # below the spacing: nothing moves
     assert np.abs(io.read("out.ply").coordinates - io.read("scan.laz").coordinates).max() < 1e-4
     run("diffuse", "scan.laz", "--sigma", "50%", "-o", "out.ply")
     assert np.abs(io.read("out.ply").coordinates.mean(0) - UTM - 0.5).max() < 0.1
@@ -147,17 +147,17 @@ def test_labels_are_put_to_the_vote_and_never_averaged(name, many):
         *("diffuse", "in.npz", "--sigma", 0.1, "--signal", name, "-o", "out.npz"),
         *(["--labels"] if name == "kind" else ["--signal", "height"]),
     )
-    found = io.read("out.npz").attributes[name]
-    assert found.dtype == np.uint16
-    assert set(found) <= set(noisy)
+    voted = io.read("out.npz").attributes[name]
+    assert voted.dtype == np.uint16
+    assert set(voted) <= set(noisy)
     q = qattn.diffusion(made.points, 0.1, tol=1e-6).to_dense()
     labels = np.unique(noisy)
     votes = q @ (noisy[:, None] == labels)
     best = np.sort(votes, axis=1)
     is_clear = best[:, -1] > best[:, -2] + 1e-3
     assert is_clear.mean() > 0.8
-    assert (found == labels[votes.argmax(1)])[is_clear].all()
-    assert f"{(found != noisy).sum():,} of 2,000 points change their {name}" in text
+    assert (voted == labels[votes.argmax(1)])[is_clear].all()
+    assert f"{(voted != noisy).sum():,} of 2,000 points change their {name}" in text
     if name != "kind":
         assert np.abs(io.read("out.npz").attributes["height"] - q @ made.points[:, 2]).max() < 1e-3
 
@@ -217,17 +217,17 @@ def test_a_grid_stays_where_it_was_in_the_world(tmp_path):
 def test_spectrum_is_that_of_eigsh():
     made = sphere()
     text = run("spectrum", "in.ply", "-k", 9, "--sigma", "1x", "-o", "out.npz")
-    found = arrays("out.npz")
+    result = arrays("out.npz")
     q = qattn.diffusion(made.points, made.spacing, made.mass, tol=1e-4)
     expected = qattn.eigsh(q, k=9)
-    assert np.abs(found["values"] - expected.values).max() < 1e-5
-    assert found["frequencies"][0] == 0
-    assert np.allclose(found["frequencies"], -2 / made.spacing**2 * np.log(found["values"]), atol=1e-4)
-    gram = found["vectors"].T @ (found["mass"][:, None] * found["vectors"])
+    assert np.abs(result["values"] - expected.values).max() < 1e-5
+    assert result["frequencies"][0] == 0
+    assert np.allclose(result["frequencies"], -2 / made.spacing**2 * np.log(result["values"]), atol=1e-4)
+    gram = result["vectors"].T @ (result["mass"][:, None] * result["vectors"])
     assert np.abs(gram - np.eye(9)).max() < 1e-4
-    assert found["sigma"] == made.spacing
-    assert (found["points"] == made.coordinates).all()
-    assert (found["faces"] == made.faces).all()
+    assert result["sigma"] == made.spacing
+    assert (result["points"] == made.coordinates).all()
+    assert (result["faces"] == made.faces).all()
     assert "9 eigenpairs of 42 points" in text
     assert io.read("out.npz").attributes["vectors"].shape == (42, 9)
 
@@ -242,8 +242,8 @@ def test_spectrum_of_grids_and_splats(tmp_path):
     (tmp_path / "splats.ply").write_bytes(WHOLE["splats.ply"])
     run("spectrum", "splats.ply", "-k", 3, "--sigma", 1, "-o", "out.npz")
     width = io.read("splats.ply").kernel(1.0).effective_sigma(2)
-    found = arrays("out.npz")
-    assert np.allclose(found["frequencies"], -2 / width**2 * np.log(found["values"]), atol=1e-4)
+    result = arrays("out.npz")
+    assert np.allclose(result["frequencies"], -2 / width**2 * np.log(result["values"]), atol=1e-4)
 
 
 @pytest.mark.parametrize("k", [1, 4])
@@ -271,31 +271,31 @@ def test_mass_of_meshes_is_area_and_of_clouds_one_over_density():
     ("command", "message"),
     [
         ("info none.ply", "none.ply: No such file or directory."),
-        ("info cut.ply", "cut.ply is damaged, cut short or no PLY file (ValueError: fewer face rows than"),
+        ("info cut.ply", "cut.ply is damaged, truncated or not a PLY file (ValueError: fewer face rows than"),
         ("diffuse in.ply --sigma 3y -o out.ply", "--sigma should be a positive length"),
-        ("diffuse in.ply --sigma 3x -o out.stl", "out.stl should end in .ply or .npz"),
+        ("diffuse in.ply --sigma 3x -o out.stl", "out.stl cannot be written: its name should end in .ply or .npz"),
         ("diffuse in.ply --sigma 3x -o no/out.ply", "there is no directory no"),
         ("diffuse in.ply --sigma 3x -o out.ply --signal red", "--signal should be one of xyz, hole, rough; got 'red'."),
         ("diffuse in.ply --sigma 3x -o out.ply --signal hole", "`hole` is NaN or infinite at 1 of the 300 points"),
         ("diffuse in.ply --sigma 3x -o out.ply --steps 0", "`--steps` should be an integer of at least 1"),
-        ("diffuse in.ply --sigma 3x -o out.nii", "out.nii should end in .ply or .npz"),
+        ("diffuse in.ply --sigma 3x -o out.nii", "out.nii cannot be written: its name should end in .ply or .npz"),
         ("diffuse in.ply --sigma 3x -o out.ply --box", "in.ply holds points, and --box is for grids"),
         ("diffuse in.ply --sigma 3x -o out.ply --labels", "--labels needs --signal with the name of an attribute"),
         ("diffuse in.ply --sigma 3x -o out.ply --labels --signal rough", "`rough` should be labels"),
-        ("diffuse mask.npy --sigma 3x -o out.ply", "out.ply should end in .nii or .nii.gz or .nrrd or .npy or .npz"),
+        ("diffuse mask.npy --sigma 3x -o out.ply", "its name should end in .nii or .nii.gz or .nrrd or .npy or .npz"),
         ("diffuse mask.npy --sigma 3x -o out.npy", "All occupied voxels have the same value"),
-        ("diffuse mask.npy --sigma 3x -o out.npy --signal red", "mask.npy holds a grid, of which the values are"),
+        ("diffuse mask.npy --sigma 3x -o out.npy --signal red", "mask.npy holds a grid, whose values are diffused."),
         ("diffuse signed.npy --sigma 3x -o out.npy", "Some values of the grid are below 0"),
         ("diffuse signed.npy --sigma 3x -o out.npy --box", "1 of the 8 voxels are NaN or infinite"),
         ("diffuse parts.npy --sigma 3x -o out.npy --labels", "`values` should be labels"),
         ("spectrum in.ply -k 301 -o out.npz", "`k` should be at most the number of points"),
-        ("spectrum in.ply -o out.ply", "out.ply should end in .npz"),
-        ("spectrum in.ply -o out.npz --plot out.gif", "out.gif should end in .png"),
+        ("spectrum in.ply -o out.ply", "out.ply cannot be written: its name should end in .npz"),
+        ("spectrum in.ply -o out.npz --plot out.gif", "out.gif cannot be written: its name should end in .png"),
         ("mass mask.npy -o out.ply", "mask.npy holds a grid"),
         ("bench mask.npy", "mask.npy holds a grid"),
         ("bench --points 10", "`--points` should be an integer of at least 1000"),
         ("bench --limit 0", "--limit should be positive"),
-        ("demo -o out.gif", "out.gif should end in .png"),
+        ("demo -o out.gif", "out.gif cannot be written: its name should end in .png"),
         ("demo --points 10", "`--points` should be an integer of at least 1000"),
     ],
 )
@@ -317,7 +317,7 @@ def test_what_is_wrong_takes_one_line_and_exit_code_2(tmp_path, command, message
 
 
 def test_warnings_take_one_line_each(monkeypatch):
-    monkeypatch.setattr("qattn.cli.files._TOL", 0.0)  # which cannot be met
+    monkeypatch.setattr("qattn.cli.spectrum.TOL", 0.0)  # unreachable
     cloud()
     result = CliRunner().invoke(app, ["spectrum", "in.ply", "-k", "299", "--sigma", "200%", "-o", "out.npz"])
     assert result.exit_code == 0
@@ -337,7 +337,7 @@ def test_every_command_explains_itself():
 
 def test_one_is_singular(monkeypatch):
     monkeypatch.setattr("torch.get_num_threads", lambda: 1)
-    monkeypatch.setattr("qattn.cli.kernels.backends", lambda _: [])
+    monkeypatch.setattr("qattn.cli.doctor.backends", lambda _: [])
     assert "1 thread " in f"{run('doctor')} "
     text = run("bench", "--points", 1000, "--sigma", "3x", "--limit", 1e-6)
     assert "1,000 points, 1 thread," in text
@@ -351,8 +351,8 @@ def test_bench_compares_the_methods(tmp_path):
         assert fact in text
     cloud(5000, mass=torch.rand(5000).numpy())
     text = run("bench", "in.ply", "--sigma", "3x", "--limit", 1e-6)
-    assert text.count("left out") == 2  # all but that which is taken
-    assert len(list(tmp_path.iterdir())) == 1  # it writes nothing
+    assert text.count("skipped") == 2  # all but the selected one
+    assert len(list(tmp_path.iterdir())) == 1  # no file is written
 
 
 def test_demo_prints_figures_and_draws(tmp_path):

@@ -5,54 +5,12 @@ No kernel runs; the numbers are tested where a GPU is (test_gpu.py).
 
 import pytest
 import torch
+from fake_cuda import Indexing, Recorder
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from qattn.attention import sdpa
 from qattn.attention.inputs import Inputs
-from qattn.attention.score import gaussian
 from qattn.lift import Extent
-
-
-class Indexing(TorchFunctionMode):
-    """Basic indexing by plain operators: `tensor[...]` itself asks for a CUDA build, even of a fake tensor."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function is not torch.Tensor.__getitem__:
-            return function(*args, **(kwargs or {}))
-        tensor, index = args
-        index = index if isinstance(index, tuple) else (index,)
-        if Ellipsis in index:
-            missing = tensor.ndim - sum(i is not None and i is not Ellipsis for i in index)
-            where = index.index(Ellipsis)
-            index = index[:where] + (slice(None),) * missing + index[where + 1 :]
-        axis = 0
-        for i in index:
-            if i is None:
-                tensor = tensor.unsqueeze(axis)
-            elif isinstance(i, int):
-                tensor, axis = tensor.select(axis, i), axis - 1
-            elif i != slice(None):
-                start, stop, step = i.indices(tensor.shape[axis])
-                assert step == 1
-                tensor = tensor.narrow(axis, start, stop - start)
-            axis += 1
-        return tensor
-
-
-class Recorder(TorchDispatchMode):
-    """Keeps the attention operators that were called, with their tensors."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        if "attention" in function.__name__:
-            self.calls.append((function.__name__, args, kwargs, result))
-        return result
 
 
 def fake_inputs(dtype, channels, has_bias=True, batch=2, n=50, m=70, radius=10.0):
@@ -62,9 +20,7 @@ def fake_inputs(dtype, channels, has_bias=True, batch=2, n=50, m=70, radius=10.0
     value = empty(m, channels) if channels else None
     bias = empty(m, dtype=torch.float32) if has_bias else None
     points = torch.float32 if radius > 10 else dtype
-    result = Inputs(
-        empty(n, 3, dtype=points), empty(m, 3, dtype=points), value, bias, gaussian, 1e-3, torch.Size((batch,))
-    )
+    result = Inputs(empty(n, 3, dtype=points), empty(m, 3, dtype=points), value, bias)
     result.__dict__["extent"] = Extent(radius, radius, 1.0)
     return result
 

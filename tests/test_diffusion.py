@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.sparse.linalg import aslinearoperator, eigsh, lsqr, svds
 
-from qattn import GaussianKernel, MatrixKernel, diffusion
-from qattn.operators import NORMALIZATIONS
+from qattn import GaussianKernel, MatrixKernel, Solver, diffuse, diffusion
 
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-10}
+
+NORMALIZATIONS = ("sinkhorn", "row", "symmetric", "none")
 
 
 @st.composite
@@ -50,7 +51,7 @@ def weighted_mean(values, mass):
 def test_laws_of_the_sinkhorn_normalisation(dtype, cloud):
     points, sigma, mass = cloud
     tolerance = TOLERANCE[dtype]
-    q = diffusion(points.to(dtype), sigma, mass.to(dtype), tol=tolerance, max_iter=200)
+    q = diffusion(points.to(dtype), sigma, mass.to(dtype), tol=tolerance, solver=Solver(max_iter=200))
     assert q.converged
     Q, m = q.to_dense().double(), q.mass.double()
     assert Q.isfinite().all()
@@ -224,7 +225,7 @@ def test_scipy_finds_the_spectrum():
         (lsqr(operator + aslinearoperator(one), v)[0], np.linalg.solve(matrix + one, v)),
     ):
         np.testing.assert_allclose(found, exact, rtol=1e-4, atol=1e-4 * np.abs(exact).max())
-    with pytest.raises(ValueError, match="`to_scipy` takes one cloud"):
+    with pytest.raises(ValueError, match="`to_scipy` needs one cloud"):
         diffusion(sphere(10), [0.1, 0.2]).to_scipy()
 
 
@@ -236,11 +237,11 @@ def test_absurd_dense_matrices_are_refused():
 def test_arrays_come_back_as_arrays():
     rng = np.random.default_rng(0)
     points, signal = rng.standard_normal((50, 3)), rng.standard_normal((50, 2))
-    q = diffusion(points, 0.5, np.ones(50), signal=signal)
-    for result in (q @ signal, q.applied, q.potential, q.mass, q.to_dense(), q.T @ signal, q.extend(points) @ signal):
+    applied, q = diffuse(points, 0.5, signal, np.ones(50))
+    for result in (q @ signal, applied, q.potential, q.mass, q.to_dense(), q.T @ signal, q.extend(points) @ signal):
         assert isinstance(result, np.ndarray)
         assert result.dtype == np.float64
-    np.testing.assert_allclose(q.applied, q @ signal, atol=1e-12)
+    np.testing.assert_allclose(applied, q @ signal, atol=1e-12)
     assert isinstance(q @ torch.from_numpy(signal), torch.Tensor)
     assert isinstance(q.power(2, signal), np.ndarray)
     assert q.converged.item() is True
@@ -262,9 +263,8 @@ def test_heads_batches_and_their_signals():
 def test_the_signal_given_at_construction():
     points, signal = torch.randn(200, 3), torch.randn(200)
     for normalization in NORMALIZATIONS:
-        q = diffusion(points, 0.5, signal=signal, normalization=normalization)
-        torch.testing.assert_close(q.applied, q @ signal, rtol=0, atol=1e-5)
-    assert diffusion(points, 0.5).applied is None
+        applied, q = diffuse(points, 0.5, signal, normalization=normalization)
+        torch.testing.assert_close(applied, q @ signal, rtol=0, atol=1e-5)
 
 
 def test_copies_pickles_and_moves():
@@ -312,9 +312,9 @@ def test_errors_of_one_step_cost_no_pass_beside_the_signal(normalization, passes
     calls, attend = [], GaussianKernel.attend
     monkeypatch.setattr(GaussianKernel, "attend", lambda *given: calls.append(given) or attend(*given))
     points, mass = torch.randn(40, 3).double(), torch.rand(40).double()
-    q = diffusion(points, 0.5, mass, normalization=normalization, signal=points)
+    applied, q = diffuse(points, 0.5, points, mass, normalization=normalization)
     assert len(calls) == passes
-    torch.testing.assert_close(q.applied, q.to_dense() @ points)
+    torch.testing.assert_close(applied, q.to_dense() @ points)
     torch.testing.assert_close(q.marginal_error, (q.to_dense().sum(-1) - 1).abs() @ mass / mass.sum())
 
 
@@ -326,7 +326,7 @@ def test_gradients_through_the_operator(adjoint):
     signal = torch.randn(5, 2, dtype=torch.float64, requires_grad=True)
 
     def function(points, sigma, mass, signal):
-        return diffusion(points, sigma, mass, tol=1e-13, adjoint=adjoint) @ signal
+        return diffusion(points, sigma, mass, tol=1e-13, solver=Solver(adjoint=adjoint)) @ signal
 
     assert torch.autograd.gradcheck(function, (points, sigma, mass, signal))
     assert torch.autograd.gradgradcheck(function, (points, sigma, mass, signal))
@@ -335,8 +335,8 @@ def test_gradients_through_the_operator(adjoint):
 def test_gradients_of_what_was_applied_at_construction():
     points = torch.randn(30, 2, dtype=torch.float64, requires_grad=True)
     signal = torch.randn(30, dtype=torch.float64, requires_grad=True)
-    q = diffusion(points, 0.5, signal=signal, tol=1e-12)
-    got = torch.autograd.grad(q.applied.sin().sum(), (points, signal), retain_graph=True)
+    applied, q = diffuse(points, 0.5, signal, tol=1e-12)
+    got = torch.autograd.grad(applied.sin().sum(), (points, signal), retain_graph=True)
     torch.testing.assert_close(
         got, torch.autograd.grad((q @ signal).sin().sum(), (points, signal)), rtol=1e-9, atol=1e-9
     )
@@ -350,7 +350,7 @@ def test_the_detached_gradient_of_sigma_has_the_wrong_sign():
         signal = torch.randn(96, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + 100))
 
         def loss(sigma, adjoint="implicit", weight=weight, signal=signal):
-            return (weight * (diffusion(points, sigma, tol=1e-13, adjoint=adjoint) @ signal)).sum()
+            return (weight * (diffusion(points, sigma, tol=1e-13, solver=Solver(adjoint=adjoint)) @ signal)).sum()
 
         def gradient(adjoint, loss=loss):
             sigma = torch.tensor(0.6, dtype=torch.float64, requires_grad=True)
@@ -368,7 +368,9 @@ def test_a_constant_signal_has_no_gradient():
     sigma = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
     points, ones = sphere(60), torch.ones(60, 1, dtype=torch.float64)
     (implicit,) = torch.autograd.grad((diffusion(points, sigma, tol=1e-13) @ ones).mean(), sigma)
-    (detached,) = torch.autograd.grad((diffusion(points, sigma, tol=1e-13, adjoint="detach") @ ones).mean(), sigma)
+    (detached,) = torch.autograd.grad(
+        (diffusion(points, sigma, tol=1e-13, solver=Solver(adjoint="detach")) @ ones).mean(), sigma
+    )
     assert abs(implicit) < 1e-9
     assert abs(detached) > 1
 
@@ -394,3 +396,31 @@ def test_dense_reference_of_the_cases_agrees():
     out, lse = dense(points, points, signal, bias)
     torch.testing.assert_close(q @ signal, torch.exp(q.potential + lse)[:, None] * out, rtol=1e-10, atol=1e-10)
     assert isinstance(q.kernel, GaussianKernel)
+
+
+@pytest.mark.parametrize("method", ["exact", "tiles", "fourier"])
+def test_products_from_both_sides(method):
+    """`rows @ q`, arrays and `torch.matmul` agree with the matrix; light points and those without mass included."""
+    points = sphere(80) + 5
+    mass = 10 ** (-8 * torch.rand(80, dtype=torch.float64))
+    mass[::9] = 0
+    q = diffusion(GaussianKernel(points, 0.5, method=method, tol=1e-9), mass=mass, tol=1e-9)
+    matrix, rows = q.to_dense(), torch.rand(3, 80, dtype=torch.float64)
+    torch.testing.assert_close(rows @ q, rows @ matrix, rtol=1e-5, atol=1e-14)
+    torch.testing.assert_close(rows[0] @ q, rows[0] @ matrix, rtol=1e-5, atol=1e-14)
+    np.testing.assert_allclose(rows.numpy() @ q, rows @ matrix, rtol=1e-5, atol=1e-14)
+    torch.testing.assert_close(torch.matmul(q, rows.mT), q @ rows.mT)
+    torch.testing.assert_close(torch.matmul(rows, q), rows @ q)
+    torch.testing.assert_close(rows @ q.T, rows @ matrix.mT, rtol=1e-5, atol=1e-9)
+
+
+def test_operators_look_like_tensors():
+    q = diffusion(sphere(30).float(), [0.3, 0.6])
+    assert (q.dtype, q.device, q.shape) == (torch.float32, torch.device("cpu"), (2, 30, 30))
+    assert (torch.rand(4, 30) @ q).shape == (2, 4, 30)
+    assert repr(q.T).endswith(".T")
+    assert repr(q.extend(sphere(5).float())).endswith("extend(5 points)")
+    with pytest.raises(TypeError, match="not to one another"):
+        q @ q
+    with pytest.raises(ValueError, match="no transpose"):
+        torch.rand(5) @ q.extend(sphere(5).float())

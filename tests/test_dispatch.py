@@ -18,7 +18,7 @@ from qattn.lift import Extent
 def inputs(dtype=torch.float32, value_dtype=None, device="cpu", score=gaussian, tol=1e-3, batch=1, dims=3):
     points = torch.zeros(batch, 64, dims, dtype=dtype, device=device)
     value = None if value_dtype is None else torch.zeros(batch, 64, 4, dtype=value_dtype, device=device)
-    result = Inputs(points, points, value, None, score, tol, torch.Size((batch,)))
+    result = Inputs(points, points, value, score=score, tol=tol)
     result.__dict__["extent"] = Extent(10.0, 10.0, 0.0)  # measured from data, which a fake tensor has not
     return result
 
@@ -163,5 +163,5 @@ def test_the_whole_message_when_nobody_takes_the_input(monkeypatch):
     lines = str(caught.value).splitlines()
     assert lines[0] == "No attention backend takes these inputs:"
     assert "    score  mixture" in lines
-    assert "  native:     the score is not the Gaussian one, which is compiled in" in lines
+    assert "  native:     the score is not the Gaussian one, for which the loops are compiled" in lines
     assert "  sdpa:       the score is not the Gaussian one, so not a dot product of lifted points" in lines

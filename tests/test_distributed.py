@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import qattn
-from qattn.distributed import ShardedGaussian
 from qattn.distributed.group import pack, unpack
 
 SCRIPT = str(Path(__file__).with_name("on_ranks.py"))
@@ -74,7 +73,7 @@ def test_a_rank_that_is_lost_stops_the_others(tmp_path, number, size):
         for rank in {0, size - 1} - {1}:
             errors = ranks[rank].communicate(timeout=timeout + 60)[1]
             assert ranks[rank].returncode not in (0, None)
-            assert f"Rank {rank} of {size} lost touch with the others" in errors
+            assert f"Rank {rank} of {size} lost the connection to the others" in errors
             assert "`init=`" in errors
     finally:
         for process in ranks:
@@ -95,7 +94,7 @@ def test_rows_of_several_dtypes_go_in_one_message(rows):
 
 def test_a_group_is_needed():
     with pytest.raises(ValueError, match=r"init_process_group.*torchrun"):
-        ShardedGaussian(torch.randn(5, 3), 0.1)
+        qattn.GaussianKernel(torch.randn(5, 3), 0.1, group="world")
 
 
 def test_the_example_runs_under_torchrun(tmp_path):

@@ -17,6 +17,8 @@ from qattn.cli import app
 ROOT = Path(qattn.__file__).parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 WITH_PYTHON = [page for page in PAGES if "```python\n" in page.read_text()]
+OTHERS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/paper/README.md", "benchmarks/README.md")]
+GENERATED = ("index.md", "paper.md", "benchmarks.md", "contributing.md", "changelog.md")  # by docs/readme.py
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
 
@@ -47,9 +49,7 @@ def test_commands_of_a_page_run(page, tmp_path, monkeypatch):
         assert all((tmp_path / word).exists() for word in line if word.endswith((".ply", ".npz", ".png", ".nii.gz")))
 
 
-@pytest.mark.parametrize(
-    "page", [ROOT / "README.md", ROOT / "examples" / "paper" / "README.md", *PAGES], ids=lambda page: page.stem
-)
+@pytest.mark.parametrize("page", [*OTHERS, *PAGES], ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_what_a_page_names_exists(page):
     text = page.read_text()
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
@@ -57,4 +57,17 @@ def test_what_a_page_names_exists(page):
     for script in re.findall(r"((?:examples|benchmarks)/[\w/]+\.py)", text):
         assert (ROOT / script).exists()
     for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", text):
-        assert (page.parent / link).exists() or link in ("readme.md", "paper.md")  # pages that the site makes
+        assert (page.parent / link).exists() or link in GENERATED
+
+
+def test_every_page_is_in_the_navigation():
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    for page in [*PAGES, *(ROOT / "docs" / "api").glob("*.md")]:
+        assert page.relative_to(ROOT / "docs").as_posix() in navigation
+
+
+def test_every_public_name_is_in_the_reference():
+    text = "".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
+    packages = [qattn, qattn.kernels, qattn.nn, qattn.spectra, qattn.distances, qattn.distributed]
+    for name in {name for package in packages for name in package.__all__}:
+        assert re.search(rf"^::: qattn\.(\w+\.)*{name}\b", text, re.MULTILINE), name

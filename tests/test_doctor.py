@@ -1,4 +1,4 @@
-"""The doctor: it measures, it says why not, and it notices a sick kernel."""
+"""The doctor: measurements, reasons against backends, and detection of wrong results."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from qattn.cli import app
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
-    """Small problems, and no compiler for Flex, which would take most of the time."""
+    """Take small problems, and hide the compiler from Flex, which would take most of the time."""
     monkeypatch.setattr(doctor, "_LARGE", 256)
     monkeypatch.setattr(flex.shutil, "which", lambda name: None)
 

@@ -1,4 +1,4 @@
-"""Geodesics: the derivatives of H, the laws that its flow keeps, and what matching finds."""
+"""Geodesics: derivatives of H, conservation laws of its flow, and matching."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def exact(metric):
 
 
 def dense(q, p, metric):
-    """H by matrices, normalised by many plain steps, which autograd goes through."""
+    """H by dense matrices, normalized by many plain steps that autograd differentiates."""
     K = torch.exp(-(q[:, None] - q).square().sum(-1) / (2 * SIGMA**2))
     f = torch.zeros_like(q[:, 0])
     for _ in range(60 if metric == "diffusion" else 0):
@@ -55,7 +55,7 @@ def test_h_and_its_derivatives_are_those_of_matrices(metric):
     by_q, by_p = torch.autograd.grad(dense(q, p, metric), (q, p))
     torch.testing.assert_close(velocity, by_p)
     torch.testing.assert_close(force, -by_q)
-    by_q, by_p = torch.autograd.grad(hamiltonian(q, p), (q, p))  # H itself, by the adjoint of the normalisation
+    by_q, by_p = torch.autograd.grad(hamiltonian(q, p), (q, p))  # H itself, by the adjoint of the normalization
     torch.testing.assert_close(velocity, by_p)
     torch.testing.assert_close(force, -by_q)
 
@@ -81,7 +81,7 @@ def test_gradients_of_the_error_of_a_match(metric, integrator):
     assert torch.autograd.gradcheck(error, p.requires_grad_(), atol=1e-6, fast_mode=True)
 
 
-def test_where_normalising_starts_changes_nothing():
+def test_the_start_of_the_normalization_changes_nothing():
     q, p = cloud()
     hamiltonian, results = exact("diffusion"), []
     for init in (None, torch.randn(len(q), dtype=torch.float64)):
@@ -122,7 +122,7 @@ def test_errors_fall_as_the_order_of_the_integrator_says(metric):
 @pytest.mark.parametrize("integrator", INTEGRATORS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_a_translation_keeps_its_velocity(integrator, dtype):
-    """Q keeps constants, so equal momenta move a shape rigidly by just themselves; with K its points would part."""
+    """Q keeps constants, so equal momenta translate a shape by themselves; with K the points would separate."""
     q = cloud()[0].to(dtype)
     p = torch.tensor([0.5, -1.0, 0.2]).to(q).expand_as(q)
     path = shoot(Hamiltonian(SIGMA, tol=1e-6), q, p, until=1.5, dt=0.25, integrator=integrator)
@@ -137,7 +137,7 @@ def test_momentum_is_kept_whatever_the_tolerance(metric, integrator):
     q, p = cloud()
     path = shoot(Hamiltonian(SIGMA, metric=metric, tol=1e-1), q, p, dt=0.25, integrator=integrator)
     torch.testing.assert_close(path.momenta.sum(1), p.sum(0).expand(len(path.times), 3))
-    if integrator == "midpoint":  # which keeps what is quadratic
+    if integrator == "midpoint":  # conserves quadratic invariants
         angular = torch.linalg.cross(path.positions, path.momenta).sum(1)
         torch.testing.assert_close(angular, angular[:1].expand_as(angular))
 
@@ -197,8 +197,8 @@ def test_matching_finds_the_way(metric):
     assert found.errors[0] == pytest.approx(float((q - target).square().sum(-1).mean()))
     assert found.errors[-1] == pytest.approx(float((last - target).square().sum(-1).mean()), rel=1e-3)
     assert found.errors[-1] < 1e-2 * found.errors[0]
-    assert found.errors[1] < 0.5 * found.errors[0]  # the first step is a good one already
-    assert len(found.errors) < 25  # and hardly any was tried in vain
+    assert found.errors[1] < 0.5 * found.errors[0]  # the first step is already good
+    assert len(found.errors) < 25  # few steps were rejected
     assert not found.momenta.requires_grad
 
 
@@ -267,7 +267,7 @@ def test_stencils_of_variances_and_of_flat_gaussians():
 
 @pytest.mark.parametrize("lengths", [(1.0, 1.0, 1.0), (1.0, 1.0, 4.0), (1.0, 2.0, 4.0)])
 def test_gradients_through_a_stencil(lengths):
-    """Of functions of the Gaussians it stands for, whichever axes were taken: also where all are of one length."""
+    """Functions of the Gaussians have exact gradients for any choice of axes, also where lengths are equal."""
     turn = torch.linalg.qr(torch.randn(2, 3, 3).double()).Q
     covariances = (turn * torch.tensor(lengths).double()) @ turn.mT
     covariances.requires_grad_()
@@ -286,11 +286,11 @@ def test_gradients_through_stencils_of_variances():
     variances = torch.tensor([0.0, 0.5, 2.0], dtype=torch.float64, requires_grad=True)
     found = from_stencil(stencil(torch.zeros(3, 2).double(), variances))[1]
     (found.diagonal(dim1=1, dim2=2).sum(-1) ** 2).sum().backward()
-    torch.testing.assert_close(variances.grad, 8 * variances.detach())  # (2 v)² for each
+    torch.testing.assert_close(variances.grad, 8 * variances.detach())  # of (2 v)² per component
 
 
 def test_areas_stay_with_the_diffusion_and_blow_up_with_the_kernel():
-    """Appendix I of the paper, on a sphere that is bent."""
+    """Appendix I of the paper, on a bent ellipsoid."""
     vertices, faces = shapes.sphere_mesh(2)
     source = vertices * torch.tensor([1.0, 0.25, 0.25])
     angle = 0.8 * source[:, :1]
@@ -306,7 +306,7 @@ def test_areas_stay_with_the_diffusion_and_blow_up_with_the_kernel():
         areas = torch.stack([mass.vertex_areas(q, faces).sum() for q in path])
         ratios[metric] = (areas / areas[0])[[2, -1]].tolist()
     half, beyond = ratios["kernel"]
-    assert half < 1 < beyond  # contracts on the way, and explodes
+    assert half < 1 < beyond  # contracts on the way, and blows up beyond the end
     assert abs(ratios["diffusion"][0] - 1) < 0.7 * abs(half - 1)
     assert abs(ratios["diffusion"][1] - 1) < 0.7 * abs(beyond - 1)
 
@@ -317,7 +317,7 @@ WRONG = {
     "metric": (lambda q, p: Hamiltonian(1.0, metric="euclidean"), "`metric` should be 'diffusion' or 'kernel'"),
     "batch": (lambda q, p: shoot(Hamiltonian(1.0), q[None], p[None]), r"`positions` should have shape \(N, d\)"),
     "shape": (lambda q, p: shoot(Hamiltonian(1.0), q, p[:3]), r"`momenta` should be like `positions`, \(20, 3\)"),
-    "dtype": (lambda q, p: shoot(Hamiltonian(1.0), q, p.float()), "float64 cpu, a row for each .* float32"),
+    "dtype": (lambda q, p: shoot(Hamiltonian(1.0), q, p.float()), "float64 cpu, one row per point; got .* float32"),
     "nan": (lambda q, p: shoot(Hamiltonian(1.0), q, p * torch.nan), "`momenta` should be finite"),
     "dt": (lambda q, p: shoot(Hamiltonian(1.0), q, p, dt=0), "`dt` should be positive"),
     "until": (lambda q, p: shoot(Hamiltonian(1.0), q, p, until=torch.inf), "until.* should be .* finite"),

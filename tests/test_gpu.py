@@ -8,7 +8,6 @@ from qattn import GaussianKernel, attend, diffusion
 from qattn.attention.dispatch import BACKENDS
 from qattn.attention.dot_product import DotProductBackend
 from qattn.attention.inputs import Inputs
-from qattn.attention.score import gaussian
 
 pytestmark = pytest.mark.gpu
 CUDA = [name for name in BACKENDS if name != "native"]
@@ -52,7 +51,7 @@ def test_lse_of_small_bandwidths(backend, sigma):
     _, lse = attend_or_skip(backend, query=points, key=points, tol=1e-2)
     bound = 1e-4
     if isinstance(kernel := BACKENDS[backend], DotProductBackend):
-        inputs = Inputs(points[None], points[None], None, None, gaussian, 1e-2, torch.Size(()))
+        inputs = Inputs(points[None], points[None], tol=1e-2)
         bound = inputs.extent.rounding(kernel.unit_roundoff(inputs))
     torch.testing.assert_close(lse.double(), dense(points, points)[1], rtol=0, atol=bound)
 
@@ -127,6 +126,6 @@ def test_methods_of_the_gaussian_kernel(method, channels):
 def test_a_million_points():
     points = sphere(1_000_000).float().cuda().requires_grad_()
     q = diffusion(points, 0.003, method="tiles")
-    assert (q.error() <= 1e-3).all()
+    assert (q.kernel_error() <= 1e-3).all()
     (q @ torch.randn(1_000_000, 2, device="cuda")).square().mean().backward()
     assert points.grad.isfinite().all()

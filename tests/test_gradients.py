@@ -100,7 +100,7 @@ def test_gradients_of_another_score():
         return -torch.log1p(sum((a - b) ** 2 for a, b in zip(q, k, strict=True)))
 
     assert gradcheck(lambda *t: tuple(attend(*t[:3], bias=t[3], score=cauchy)), (query, key, value, bias))
-    with pytest.raises(NotImplementedError, match="gradients of another score than the Gaussian one"):
+    with pytest.raises(NotImplementedError, match="gradients of a score other than the Gaussian one"):
         attend(query.float(), key.float(), score=cauchy, backend="flex")
 
 

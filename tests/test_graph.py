@@ -10,11 +10,12 @@ import scipy.sparse
 import torch
 from torch.autograd import gradcheck, gradgradcheck
 
-from qattn import GraphKernel, MatrixKernel, diffusion, sinkhorn
+from qattn import GraphKernel, MatrixKernel, Solver, diffusion, sinkhorn
 
 # The star of the paper's figure 2: a hub and four leaves.
 STAR = torch.zeros(5, 5, dtype=torch.float64)
 STAR[0, 1:] = STAR[1:, 0] = 1
+EDGE = torch.tensor([[0, 1], [1, 0]])
 
 
 def random_graph(n=30, p=0.2, seed=0):
@@ -46,6 +47,10 @@ FORMS = {
 }
 
 
+def graph(form, **options):
+    return GraphKernel(*form, **options) if isinstance(form, tuple) else GraphKernel(form, **options)
+
+
 def check(kernel, matrix, tolerance=1e-12):
     N = len(matrix)
     assert kernel.shape == matrix.shape
@@ -66,7 +71,7 @@ def check(kernel, matrix, tolerance=1e-12):
 @pytest.mark.parametrize("eps", [0.0, 1e-3, 2.0])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_graph_is_its_matrix(form, eps):
-    kernel = GraphKernel(FORMS[form], eps)
+    kernel = graph(FORMS[form], eps=eps)
     matrix = torch.diag(A.sum(-1)) + A + eps
     check(kernel, matrix)
     check(kernel.replace(*(tensor.clone() for tensor in kernel.tensors)), matrix)
@@ -100,7 +105,7 @@ def test_the_star_of_the_paper():
 @pytest.mark.parametrize("eps", [0.0, 0.01])
 def test_laws(eps):
     mass = torch.rand(30, dtype=torch.float64) + 0.1
-    q = diffusion(GraphKernel(A.to_sparse_coo(), eps), mass=mass, tol=1e-12, max_iter=200)
+    q = diffusion(GraphKernel(A.to_sparse_coo(), eps=eps), mass=mass, tol=1e-12, solver=Solver(max_iter=200))
     Q = q.to_dense()
     torch.testing.assert_close(Q.sum(-1), torch.ones(30).double(), rtol=0, atol=1e-10)
     torch.testing.assert_close(mass[:, None] * Q, (mass[:, None] * Q).T, rtol=0, atol=1e-10)
@@ -120,8 +125,8 @@ def test_gradients_by_the_weights_of_the_edges():
     mass = torch.rand(6, dtype=torch.float64) + 0.5
 
     def function(weight, signal):
-        kernel = GraphKernel((index, weight.repeat(2)), 0.1)
-        return diffusion(kernel, mass=mass, tol=1e-13, max_iter=200) @ signal
+        kernel = GraphKernel(index, weight.repeat(2), eps=0.1)
+        return diffusion(kernel, mass=mass, tol=1e-13, solver=Solver(max_iter=200)) @ signal
 
     assert gradcheck(function, (weight, signal))
     assert gradgradcheck(function, (weight, signal))
@@ -133,8 +138,8 @@ def test_absent_vertices_and_weights_over_many_decades():
     expected = torch.logsumexp(torch.log(torch.diag(A.sum(-1)) + A) + bias, dim=-1)
     torch.testing.assert_close(kernel.attend(bias).lse, expected, rtol=0, atol=1e-9)
     nothing = torch.full((30,), -torch.inf, dtype=torch.float64)
-    for some in (kernel, GraphKernel(A.to_sparse_coo(), 0.5)):
-        out, lse = some.attend(nothing, torch.ones(30, 1, dtype=torch.float64))
+    for other in (kernel, GraphKernel(A.to_sparse_coo(), eps=0.5)):
+        out, lse = other.attend(nothing, torch.ones(30, 1, dtype=torch.float64))
         assert (lse == -torch.inf).all()
         assert (out == 0).all()
 
@@ -142,13 +147,13 @@ def test_absent_vertices_and_weights_over_many_decades():
 def test_isolated_vertices_and_components_are_said():
     apart = torch.block_diag(STAR, STAR)
     alone = torch.block_diag(STAR, torch.zeros(2, 2))
-    with pytest.raises(ValueError, match=r"2 of the 7 vertices have no edge.* Give an `eps` > 0"):
+    with pytest.raises(ValueError, match=r"2 of the 7 vertices have no edge.* Use `eps` > 0"):
         GraphKernel(alone)
-    q = diffusion(GraphKernel(alone, 0.1), tol=1e-10)
+    q = diffusion(GraphKernel(alone, eps=0.1), tol=1e-10)
     assert float(q.marginal_error) < 1e-9
     assert repr(GraphKernel(apart)) == "GraphKernel(10 vertices, 8 edges, eps=0)"
-    assert "2 connected components, and nothing goes from one to another unless eps > 0" in str(GraphKernel(apart))
-    assert "3 connected components, joined by eps alone" in str(GraphKernel(alone, 0.1))
+    assert "2 connected components, between which nothing diffuses unless eps > 0" in str(GraphKernel(apart))
+    assert "3 connected components, connected by eps alone" in str(GraphKernel(alone, eps=0.1))
     assert str(GraphKernel(STAR)) == repr(GraphKernel(STAR))
     there = torch.zeros(10, dtype=torch.float64)
     there[5:] = 1
@@ -157,26 +162,49 @@ def test_isolated_vertices_and_components_are_said():
 
 def test_an_edge_index_with_more_vertices_than_it_names():
     index = torch.tensor([[0, 1], [1, 0]])
-    assert GraphKernel((index, None)).shape == (2, 2)
-    assert GraphKernel((index.numpy(), None), 0.5, size=4).shape == (4, 4)
-    twice = GraphKernel((index.repeat(1, 2), torch.ones(4)))  # repeated edges add up
+    assert GraphKernel(index).shape == (2, 2)
+    assert GraphKernel(index.numpy(), eps=0.5, num_vertices=4).shape == (4, 4)
+    twice = GraphKernel(index.repeat(1, 2), torch.ones(4))  # repeated edges add up
     torch.testing.assert_close(twice.attend(torch.zeros(2)).lse, torch.log(torch.full((2,), 4.0)))
+
+
+def test_two_rows_of_integers_are_an_edge_index():
+    """An adjacency of two vertices is told from two edges by its dtype, whatever form it comes in."""
+    numbers = [[0, 2], [2, 0]]
+    for index in (numbers, np.array(numbers), torch.tensor(numbers), torch.tensor(numbers, dtype=torch.int32)):
+        assert repr(GraphKernel(index, eps=1)) == "GraphKernel(3 vertices, 1 edges, eps=1)"
+    for adjacency in (
+        torch.tensor(numbers).double(),
+        torch.tensor(numbers).to_sparse(),
+        scipy.sparse.csr_array(numbers),
+    ):
+        torch.testing.assert_close(GraphKernel(adjacency).to_dense(), torch.full((2, 2), 2.0), check_dtype=False)
+    ring = torch.tensor([[0, 1, 1, 2, 2, 0], [1, 0, 2, 1, 0, 2]])
+    torch.testing.assert_close(GraphKernel(ring).to_dense(), torch.ones(3, 3) + torch.eye(3))
+    triangle = torch.ones(3, 3, dtype=torch.int64) - torch.eye(3, dtype=torch.int64)
+    torch.testing.assert_close(GraphKernel(triangle).to_dense(), torch.ones(3, 3) + torch.eye(3))
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ((STAR - 2 * STAR,), "`adjacency` should not be negative; 8 of its 8"),
-        ((torch.triu(STAR),), r"`adjacency` should be symmetric.* Take `\(A \+ A.T\) / 2`"),
-        ((torch.triu(STAR) + 2 * torch.tril(STAR),), "one weight for them"),
+        ((torch.triu(STAR),), r"`adjacency` should be symmetric.* use `\(A \+ A.T\) / 2`"),
+        ((torch.triu(STAR) + 2 * torch.tril(STAR),), "`adjacency` should be symmetric"),
         ((STAR[:3],), r"`adjacency` should have shape \(N, N\); got \(3, 5\)"),
         ((STAR * np.nan,), "`adjacency` should be finite"),
-        ((STAR, -1.0), "`eps` should be 0 or more, and finite; got -1.0"),
-        ((STAR, np.nan), "`eps` should be 0 or more"),
-        (((torch.zeros(3, 2, dtype=torch.int64), None),), r"`edge_index` should hold integers of shape \(2, E\)"),
-        (((torch.zeros(2, 3), None),), "`edge_index` should hold integers"),
-        (((torch.zeros(2, 3, dtype=torch.int64), torch.ones(2)),), r"one number an edge, shape \(3,\); got \(2,\)"),
-        (((torch.tensor([[0, 1], [1, -1]]), None),), "some that do not exist"),
+        ((torch.zeros(3, 2, dtype=torch.int64),), r"`adjacency` should have shape \(N, N\); got \(3, 2\)"),
+        (
+            (torch.zeros(2, 3),),
+            r"`adjacency` should have shape \(N, N\); got \(2, 3\)\. An edge_index should hold integ",
+        ),
+        ((STAR, torch.ones(8)), r"`edge_index` should hold integers of shape \(2, E\); got float64 \(5, 5\)"),
+        ((EDGE, torch.ones(3)), r"one number per edge, shape \(2,\); got \(3,\)"),
+        ((EDGE, [1.0, 2.0]), "`edge_index` should hold both directions of every edge, with equal weights"),
+        ((EDGE[:, :1],), r"both directions of every edge.* Add the reversed edges"),
+        ((EDGE, [-1.0, -1.0]), "`edge_weight` should not be negative; 2 of its 2"),
+        ((EDGE, [np.inf, 1.0]), "`edge_weight` should be finite"),
+        ((torch.tensor([[0, 1], [1, -1]]),), "should hold vertices from 0 to 1; got -1 to 1"),
     ],
 )
 def test_wrong_input(arguments, message):
@@ -184,22 +212,28 @@ def test_wrong_input(arguments, message):
         GraphKernel(*arguments)
 
 
+@pytest.mark.parametrize("eps", [-1.0, np.nan])
+def test_wrong_eps(eps):
+    with pytest.raises(ValueError, match=f"`eps` should be 0 or more, and finite; got {eps}"):
+        GraphKernel(STAR, eps=eps)
+
+
 def test_a_graph_without_edges():
     none = torch.zeros(2, 0, dtype=torch.int64)
-    for kernel in (GraphKernel(torch.zeros(3, 3), 0.1), GraphKernel((none, None), 0.1, size=3)):
+    for kernel in (GraphKernel(torch.zeros(3, 3), eps=0.1), GraphKernel(none, eps=0.1, num_vertices=3)):
         assert repr(kernel) == "GraphKernel(3 vertices, 0 edges, eps=0.1)"
         torch.testing.assert_close(diffusion(kernel, tol=1e-6).to_dense(), torch.full((3, 3), 1 / 3))
-    with pytest.raises(ValueError, match=r"`edge_index` holds no edge\. Give `size`"):
-        GraphKernel((none, None), 0.1)
+    with pytest.raises(ValueError, match="`num_vertices` should be given with an `edge_index` without edges"):
+        GraphKernel(none, eps=0.1)
 
 
 def test_wrong_sizes():
-    with pytest.raises(ValueError, match=r"For an edge_index, give the pair `\(edge_index, None\)`"):
-        GraphKernel(torch.tensor([[0, 1, 2], [1, 2, 0]]))
-    with pytest.raises(ValueError, match="should name vertices from 0 to 1"):
-        GraphKernel((torch.tensor([[0, 2], [2, 0]]), None), size=2)
-    with pytest.raises(ValueError, match="`size` is for an edge_index"):
-        GraphKernel(STAR, size=7)
+    with pytest.raises(ValueError, match=r"should hold vertices from 0 to 1; got 0 to 2.* Raise `num_vertices`"):
+        GraphKernel(2 * EDGE, num_vertices=2)
+    with pytest.raises(ValueError, match="`num_vertices` should be an integer of at least 1; got 0"):
+        GraphKernel(EDGE, num_vertices=0)
+    with pytest.raises(ValueError, match="`num_vertices` should be 5, the size of the adjacency; got 7"):
+        GraphKernel(STAR, num_vertices=7)
     with pytest.raises(ValueError, match="`similarity` should be symmetric"):
         MatrixKernel(torch.triu(STAR).to_sparse_coo())
 
@@ -209,7 +243,7 @@ def test_many_edges_in_little_memory():
     n = 20_000
     index = torch.randint(n, (2, 100_000), generator=torch.Generator().manual_seed(0))
     index = torch.cat([index, index.flip(0)], dim=1)
-    kernel = GraphKernel((index, None), 1e-6, size=n)
+    kernel = GraphKernel(index, eps=1e-6, num_vertices=n)
     result = sinkhorn(kernel, tol=1e-5)
     assert result.converged
     q = diffusion(kernel, tol=1e-5)

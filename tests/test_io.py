@@ -1,4 +1,4 @@
-"""Files: all formats as other programs write them, coordinates far from 0, damage, and writes that fail."""
+"""Files: formats as other programs write them, coordinates far from 0, damaged files, and failing writes."""
 
 import bz2
 import contextlib
@@ -27,19 +27,19 @@ UTM = np.array([500_123.0, 5_412_345.0, 120.0])
 X = np.random.default_rng(0).random((40, 3))
 HEIGHT = np.linspace(-1, 1, 40, dtype=np.float32)
 SPHERE = trimesh.creation.icosphere(1)
-COLOURS = np.random.default_rng(0).integers(0, 255, (len(SPHERE.vertices), 4)).astype(np.uint8)
+COLORS = np.random.default_rng(0).integers(0, 255, (len(SPHERE.vertices), 4)).astype(np.uint8)
 BOX = np.zeros((4, 5, 6), np.uint8)
 BOX[1:3, 1:4, 1:5] = 2
 
 
-def coloured():
+def colored():
     mesh = SPHERE.copy()
-    mesh.visual.vertex_colors = COLOURS
+    mesh.visual.vertex_colors = COLORS
     return mesh
 
 
 def splats(n=20):
-    """A PLY file as programs of Gaussian splatting write it: binary, float32, zero normals, coefficients of colour."""
+    """Return a PLY file as Gaussian splatting programs write it: binary, float32, zero normals, color coefficients."""
     names = ["x", "y", "z", "nx", "ny", "nz", "f_dc_0", "f_dc_1", "f_dc_2", *(f"f_rest_{i}" for i in range(9))]
     names += ["opacity", "scale_0", "scale_1", "scale_2", "rot_0", "rot_1", "rot_2", "rot_3"]
     rows = np.random.default_rng(1).normal(size=(n, len(names))).astype("<f4")
@@ -84,14 +84,14 @@ def exported(mesh, kind, **options):
 
 IMAGE = nibabel.Nifti1Image(BOX, np.diag([1.0, 2.0, 3.0, 1.0]))
 WHOLE = {
-    "binary.ply": exported(coloured(), "ply"),
-    "ascii.ply": exported(coloured(), "ply", encoding="ascii"),
+    "binary.ply": exported(colored(), "ply"),
+    "ascii.ply": exported(colored(), "ply", encoding="ascii"),
     "splats.ply": splats()[0],
-    "mesh.obj": exported(coloured(), "obj"),
+    "mesh.obj": exported(colored(), "obj"),
     "mesh.off": exported(SPHERE, "off"),
     "mesh.stl": exported(SPHERE, "stl"),
     "ascii.stl": exported(SPHERE, "stl_ascii"),
-    "mesh.glb": exported(coloured(), "glb"),
+    "mesh.glb": exported(colored(), "glb"),
     "scan.las": las(),
     "new.las": las("1.4", 6),
     "scan.laz": las(compress=True),
@@ -122,8 +122,8 @@ def test_meshes_keep_the_order_of_their_vertices(tmp_path, name):
     assert np.allclose(cloud.points, SPHERE.vertices, atol=1e-6)
     assert (cloud.faces == SPHERE.faces).all()
     assert np.isclose(cloud.mass.sum(), SPHERE.area, rtol=1e-5)
-    colours = [cloud.attributes[key] for key in ("red", "green", "blue") if key in cloud.attributes]
-    assert name == "mesh.off" or (np.column_stack(colours) == COLOURS[:, :3]).all()
+    colors = [cloud.attributes[key] for key in ("red", "green", "blue") if key in cloud.attributes]
+    assert name == "mesh.off" or (np.column_stack(colors) == COLORS[:, :3]).all()
 
 
 @pytest.mark.parametrize("name", ["mesh.stl", "ascii.stl"])
@@ -175,13 +175,13 @@ def test_las_coordinates_keep_their_millimetres(tmp_path, name):
 @pytest.mark.parametrize("ending", ["ply", "npz"])
 def test_what_is_far_from_0_is_shifted_and_put_back(tmp_path, ending):
     x = UTM + X
-    x[1] = x[0] + [0, 1e-4, 0]  # a tenth of a millimetre; float32 has steps of half a metre there
+    x[1] = x[0] + [0, 1e-4, 0]  # a tenth of a millimeter; float32 has steps of half a meter there
     cloud = io.Cloud(x)
     assert np.isclose((cloud.points[1] - cloud.points[0])[1], 1e-4, rtol=1e-2)
     path = tmp_path / f"out.{ending}"
     io.write(path, cloud)
     assert (io.read(path).coordinates == x).all()
-    io.write(path, cloud.moved(cloud.points + np.float32(0.25)))
+    io.write(path, cloud.with_points(cloud.points + np.float32(0.25)))
     assert np.abs(io.read(path).coordinates - x - 0.25).max() < 1e-6
     near = io.Cloud(X)
     assert (near.offset == 0).all()
@@ -222,12 +222,12 @@ def test_grids(tmp_path, name):
 
 def test_a_grid_of_floating_point_is_weights(tmp_path):
     weights = BOX * np.float32(0.25)
-    image = nibabel.Nifti1Image(weights[..., None], IMAGE.affine)  # with an axis of time, as some write it
+    image = nibabel.Nifti1Image(weights[..., None], IMAGE.affine)  # with a time axis, as some programs write it
     assert (read(tmp_path, "w.nii", image.to_bytes()).values == weights).all()
     turned = {"space dimension": 3, "space directions": np.array([[0, 1, 0], [2, 0, 0], [0, 0, 3.0]])}
     nrrd.write(str(tmp_path / "w.nrrd"), weights, turned)
     assert io.read(tmp_path / "w.nrrd").spacing == (1, 2, 3)
-    signed = read(tmp_path, "w.npy", saved(np.save, 0.25 - weights))  # a picture, say, that is no kernel's weights
+    signed = read(tmp_path, "w.npy", saved(np.save, 0.25 - weights))  # an image with values below 0
     with pytest.raises(ValueError, match="should not be negative"):
         signed.kernel(1.0)
 
@@ -257,22 +257,22 @@ def test_trimesh_reads_what_is_written(tmp_path):
 
 
 def test_types_that_ply_lacks_become_others(tmp_path):
-    given = {
+    attributes = {
         "is it": X[:, 0] > 0.5,
         "half": HEIGHT.astype(np.float16),
         "long": np.arange(40),
         "longer": np.arange(40) + 2**40,
     }
-    io.write(tmp_path / "out.ply", io.Cloud(X).with_attributes(**given))
-    found = io.read(tmp_path / "out.ply").attributes
-    assert [str(found[key].dtype) for key in ("is_it", "half", "long", "longer")] == [
+    io.write(tmp_path / "out.ply", io.Cloud(X).with_attributes(**attributes))
+    result = io.read(tmp_path / "out.ply").attributes
+    assert [str(result[key].dtype) for key in ("is_it", "half", "long", "longer")] == [
         "uint8",
         "float32",
         "int32",
         "float64",
     ]
-    for key, values in given.items():
-        assert (found["_".join(key.split())] == values).all()
+    for key, values in attributes.items():
+        assert (result["_".join(key.split())] == values).all()
 
 
 @pytest.mark.parametrize(
@@ -281,23 +281,23 @@ def test_types_that_ply_lacks_become_others(tmp_path):
         ("a.ply", b"", "is empty"),
         ("a.doc", b"text", "one of ply, obj"),
         ("a.ply", b"ply\nformat ascii 1.0\nelement vertex 0\nproperty float x\nend_header\n", "holds no points"),
-        ("a.ply", WHOLE["binary.ply"][:-5], "fewer face rows than its header says"),
+        ("a.ply", WHOLE["binary.ply"][:-5], "fewer face rows than the header declares"),
         ("a.ply", WHOLE["ascii.ply"][:-300], "fewer face rows"),
         ("a.obj", b"v 0 0 0\nv 1 0 0\nv 0 nan 0\nf 1 2 3\n", "1 of the 3 points are not finite"),
-        ("a.las", WHOLE["scan.las"][:-200], "damaged, cut short or no LAS file"),
-        ("a.xyz", b"C H O\nH 1 text\n", "no line of it holds two numbers"),
+        ("a.las", WHOLE["scan.las"][:-200], "damaged, truncated or not a LAS file"),
+        ("a.xyz", b"C H O\nH 1 text\n", "none of its lines holds two numbers"),
         ("a.csv", b"x,y,z\n0,0,0\n1,1\n", "row 2 has 2 columns where others have 3"),
         ("a.npy", saved(np.save, np.array(["text"])), "an array of real numbers"),
         ("a.npy", saved(np.save, X[0]), "should have shape"),
         ("a.npz", saved(np.savez, other=X), "it holds other"),
         ("a.npz", saved(np.savez, points=X * 1j), "should be real numbers"),
-        ("a.npz", saved(np.savez, points=X, faces=np.array([[0, 1, 40]])), "number points from 0 to 40"),
+        ("a.npz", saved(np.savez, points=X, faces=np.array([[0, 1, 40]])), "points from 0 to 39; got 0 to 40"),
         ("a.npy", saved(np.save, np.zeros((2, 2, 2), bool)), "at least one occupied voxel"),
         ("a.nrrd", WHOLE["raw.nrrd"].replace(b"spacings", b"data file: other.raw\nspacings"), "in another file"),
         ("a.nrrd", WHOLE["raw.nrrd"].replace(b"spacings", b"line skip: 99999999999\nspacings"), "fewer lines"),
-        ("a.nrrd", WHOLE["gzip.nrrd"].replace(b"sizes: 4", b"sizes: 3"), "more voxels than its header says"),
-        ("a.nrrd", WHOLE["gzip.nrrd"].replace(b"sizes: 4", b"sizes: 5"), "damaged, cut short or no NRRD file"),
-        ("a.las", las()[:100] + b"\xff" * 4 + las()[104:], "fewer records than its header says"),
+        ("a.nrrd", WHOLE["gzip.nrrd"].replace(b"sizes: 4", b"sizes: 3"), "more voxels than the header declares"),
+        ("a.nrrd", WHOLE["gzip.nrrd"].replace(b"sizes: 4", b"sizes: 5"), "damaged, truncated or not a NRRD file"),
+        ("a.las", las()[:100] + b"\xff" * 4 + las()[104:], "fewer records than the header declares"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_sentence(tmp_path, name, data, message):
@@ -308,7 +308,7 @@ def test_what_is_wrong_is_said_in_one_sentence(tmp_path, name, data, message):
 
 
 def member(header, content):
-    """An NPY file whose header may say what it likes."""
+    """Return an NPY file with any header."""
     text = f"{header}\n".encode()
     return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text + content
 
@@ -352,7 +352,7 @@ def glb(header):
 
 
 def scene_of(nodes, count):
-    """A scene that shows a mesh several times, of points that are all 0, as accessors without data are."""
+    """Return a scene with several instances of a mesh, whose accessor has no data and stands for zeros."""
     return {
         "asset": {"version": "2.0"},
         "scenes": [{"nodes": list(range(nodes))}],
@@ -390,7 +390,7 @@ BOMBS = {
 
 
 def traced(run):
-    """The most memory that is taken while something runs, as far as Python and NumPy take it."""
+    """Return the peak memory that Python and NumPy allocate during a call."""
     tracemalloc.start()
     try:
         run()
@@ -421,7 +421,7 @@ def test_what_is_not_used_is_not_unpacked(tmp_path):
     (tmp_path / "a.nii.gz").write_bytes(gzip.compress(IMAGE.to_bytes() + ZEROS, 1))
 
     def trailing():
-        with pytest.raises(ValueError, match="more voxels than its header says"):
+        with pytest.raises(ValueError, match="more voxels than the header declares"):
             io.read(tmp_path / "a.nrrd", limit=16 * MIB)
         assert (io.read(tmp_path / "a.nii.gz", limit=16 * MIB).values == BOX).all()
 
@@ -456,8 +456,8 @@ def test_only_regular_files_are_read(tmp_path):
         ):
             io.read(path)
     with open(tmp_path / "hole.npy", "wb") as file:
-        file.truncate(2**40)  # a terabyte that takes no room on the disk
-    with pytest.raises(ValueError, match="takes more than the limit of 4 GiB"):
+        file.truncate(2**40)  # a sparse file of a terabyte
+    with pytest.raises(ValueError, match="needs more memory than the limit of 4 GiB"):
         io.read(tmp_path / "hole.npy")
 
 
@@ -485,7 +485,7 @@ def test_obj_corners_count_back_and_polygons_are_cut(tmp_path):
 
 
 def ply_of(encoding, element, rows, kinds="uchar int"):
-    """Six points, and lists of corners of any length."""
+    """Return a PLY file of six points and lists of corners of any length."""
     points = np.array([[0, 0, 0], [1, 0, 0], [0, 1, 0], [1, 1, 0], [0, 2, 0], [1, 2, 0]], np.float32)
     header = f"ply\nformat {encoding} 1.0\ncomment by hand\nelement vertex 6\nproperty float x\nproperty float y\n"
     header += f"property float z\nelement {element} {len(rows)}\nproperty list {kinds} vertex_indices\nend_header\n"
@@ -503,7 +503,7 @@ ENCODINGS = ["ascii", "binary_little_endian", "binary_big_endian"]
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_strips_of_triangles_are_a_surface(tmp_path, encoding):
-    rows = [[0, 1, 2, 3, -1, 2, 3, 4, 4, 5]], [[0, 1, 2, 3], [2, 3, 4, 4, 5]]  # as Stanford has them, or one a row
+    rows = [[0, 1, 2, 3, -1, 2, 3, 4, 4, 5]], [[0, 1, 2, 3], [2, 3, 4, 4, 5]]  # as Stanford's, or a strip per row
     for strips in rows:
         cloud = read(tmp_path, "strips.ply", ply_of(encoding, "tristrips", strips, "int int"))
         assert cloud.faces.tolist() == [[0, 1, 2], [2, 1, 3], [2, 3, 4]]
@@ -534,7 +534,7 @@ def test_arrays_and_text_follow_one_rule(tmp_path):
         assert list(cloud.attributes) == ["column_4", "column_5", "column_6"]
         assert (cloud.attributes["column_5"] == table[:, 4]).all()
     assert read(tmp_path, "plane.npy", saved(np.save, table[:, :2])).points.shape == (40, 2)
-    assert read(tmp_path, "six.npz", saved(np.savez, points=table)).points.shape == (40, 6)  # said in so many words
+    assert read(tmp_path, "six.npz", saved(np.savez, points=table)).points.shape == (40, 6)
 
 
 @pytest.mark.parametrize("rows", [2, 3])
@@ -575,14 +575,14 @@ def test_columns_of_words_are_left_out_with_a_word(tmp_path):
         cloud = read(tmp_path, "a.csv", text)
     assert cloud.coordinates.tolist() == [[0, 1, 2], [4, 5, 6]]
     assert np.array_equal(cloud.attributes["height"], [7, np.nan], equal_nan=True)
-    with pytest.warns(io.PartlyReadWarning, match=r"column_1 \('C'\)"):  # as chemists write molecules
+    with pytest.warns(io.PartlyReadWarning, match=r"column_1 \('C'\)"):  # a molecule
         assert read(tmp_path, "a.xyz", b"2\nmade by hand\nC 0 0 0\nH 1 0 0\n").points.shape == (2, 3)
     with pytest.raises(ValueError, match=r"columns should be numbers; these are not: y \('\?'\), z \('\?'\)"):
         read(tmp_path, "b.csv", b"x,y,z\n0,1,2\n1,?,?\n")
 
 
 def test_attributes_of_some_parts_are_left_out_with_a_word(tmp_path):
-    scene = trimesh.Scene([coloured(), trimesh.PointCloud(X)])
+    scene = trimesh.Scene([colored(), trimesh.PointCloud(X)])
     with pytest.warns(io.PartlyReadWarning, match="only some parts have are left out: red, green, blue"):
         read(tmp_path, "scene.glb", exported(scene, "glb"))
 
@@ -619,11 +619,11 @@ def test_damage_at_which_lazrs_would_end_the_process(tmp_path):
     whole = WHOLE["scan.laz"]
     start = struct.unpack_from("<I", whole, 96)[0]
     table = struct.unpack_from("<q", whole, start)[0]
-    with pytest.raises(ValueError, match="fewer chunks than its table says"):
+    with pytest.raises(ValueError, match="fewer chunks than the chunk table declares"):
         read(tmp_path, "scan.laz", whole[: table + 4] + b"\xff" * 4 + whole[table + 8 :])
-    size = whole.find(b"laszip encoded") - 2 + 54 + 36  # of the first item of a point, in the record of laszip
+    size = whole.find(b"laszip encoded") - 2 + 54 + 36  # of the first point item in the laszip record
     assert struct.unpack_from("<H", whole, size)[0] == 20
-    with pytest.raises(ValueError, match="damaged, cut short or no LAZ file"):
+    with pytest.raises(ValueError, match="damaged, truncated or not a LAZ file"):
         read(tmp_path, "scan.laz", whole[:size] + b"\xff\x00" + whole[size + 2 :])
 
 
@@ -662,7 +662,7 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch, ending):
 
 
 def test_where_and_what_cannot_be_written(tmp_path):
-    with pytest.raises(ValueError, match=r"should end in \.ply or \.npz"):
+    with pytest.raises(ValueError, match=r"its name should end in \.ply or \.npz"):
         io.write(tmp_path / "out.obj", io.Cloud(X))
     with pytest.raises(ValueError, match="there is no directory"):
         io.write(tmp_path / "no" / "out.ply", io.Cloud(X))
@@ -680,16 +680,18 @@ def test_a_link_is_followed(tmp_path):
 
 def test_spacing_and_extent_of_a_lattice():
     lattice = np.stack(np.meshgrid(*3 * [np.arange(5.0)]), axis=-1).reshape(-1, 3) / 2
-    cloud = io.Cloud(np.concatenate([lattice, lattice]))  # every point twice
+    cloud = io.Cloud(np.concatenate([lattice, lattice]))  # duplicated points
     assert np.isclose(cloud.spacing, 0.5)
     assert np.isclose(cloud.extent, 2 * np.sqrt(3))
     assert io.Cloud(np.ones((3, 3))).spacing == 0
 
 
-def test_spacing_is_the_same_by_all_distances_and_by_a_tree(monkeypatch):
-    by_distances = io.Cloud(X).spacing
-    monkeypatch.setattr("qattn.io.cloud._FEW", 0)
-    assert np.isclose(by_distances, io.Cloud(X).spacing, rtol=1e-6)
+@pytest.mark.parametrize("n", [40, 3000])  # by all distances, and by a tree
+def test_spacing_is_the_mean_distance_to_the_nearest_point(n):
+    x = np.random.default_rng(0).random((n, 3))
+    distances = np.linalg.norm(x[:, None] - x, axis=-1)
+    np.fill_diagonal(distances, np.inf)
+    assert np.isclose(io.Cloud(x).spacing, distances.min(1).mean(), rtol=1e-6)
 
 
 def test_clouds_check_what_they_are_made_of():

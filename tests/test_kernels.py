@@ -6,6 +6,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from cases import sphere
 
 from qattn import GaussianKernel, MatrixKernel, MixtureKernel, attend, diffusion
 
@@ -89,7 +90,7 @@ def test_masses_of_a_sum_do_not_depend_on_the_order():
     assert (A + B).mass is None
     signal = torch.randn(30, 2).double()
     for kernel in (one + other, other + one, A + one + other):
-        with pytest.raises(ValueError, match=r"come with masses that differ.*Give `mass`"):
+        with pytest.raises(ValueError, match=r"have different default masses.*Pass `mass`"):
             diffusion(kernel)
     results = [diffusion(kernel, mass=weights[1], tol=1e-12) @ signal for kernel in (one + other, other + one)]
     torch.testing.assert_close(*results)
@@ -148,3 +149,19 @@ def test_batches_without_keys_cost_no_pairs():
     assert (lse[1] == -torch.inf).all()
     assert (out[1] == 0).all()
     torch.testing.assert_close(lse[2], attend(points[2], points[2]).lse, rtol=0, atol=0)
+
+
+def test_a_kernel_is_a_matrix():
+    """Products, the dense matrix and conversions, far from the origin; the gradient by σ of a product."""
+    points = sphere(40) + 1e3
+    sigma = torch.tensor(0.4, dtype=torch.float64, requires_grad=True)
+    matrix = torch.exp(-((points[:, None] - points) ** 2).sum(-1) / (2 * sigma**2))
+    kernel, signal = GaussianKernel(points, sigma), torch.rand(40, 2, dtype=torch.float64)
+    for product, expected in ((kernel @ signal, matrix @ signal), (kernel @ signal[:, 0], matrix @ signal[:, 0])):
+        torch.testing.assert_close(product, expected)
+        gradients = (torch.autograd.grad(x.sum(), sigma, retain_graph=True)[0] for x in (product, expected))
+        torch.testing.assert_close(*gradients)
+    torch.testing.assert_close(kernel.to_dense(), matrix)
+    single = kernel.to(torch.float32)
+    assert single.dtype == (single @ signal.float()).dtype == torch.float32
+    torch.testing.assert_close(single.to_dense().double(), matrix, rtol=1e-3, atol=1e-3)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from laws import KERNELS, log_of, operator
 
-from qattn import MatrixKernel, diffusion
+from qattn import MatrixKernel, Solver, diffusion
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
 SINGLE, DOUBLE = torch.float32, torch.float64
@@ -43,7 +43,7 @@ def close(found, expected, tol):
 
 
 def made(case, dtype=SINGLE, mass=None, **options):
-    options = {"tol": 1e-6 if dtype == SINGLE else 1e-9, "max_iter": 300} | options
+    options = {"tol": 1e-6 if dtype == SINGLE else 1e-9, "solver": Solver(max_iter=300)} | options
     return diffusion(case.make(**tensors_of(case, dtype)), mass=mass, **options)
 
 
@@ -132,7 +132,7 @@ def test_first_gradients(case, mean):
     mass, signal, weight = masses(case), *torch.randn(2, case.size, 2, dtype=DOUBLE)
 
     def build(tensors, mass):
-        return diffusion(case.make(**tensors), mass=mass, tol=1e-6, max_iter=300)
+        return diffusion(case.make(**tensors), mass=mass, tol=1e-6, solver=Solver(max_iter=300))
 
     _, found = gradients_of(case, SINGLE, build, signal, mass, weight, mean)
     _, expected = gradients_of(case, DOUBLE, dense_operator(case), signal, mass, weight, mean)
@@ -145,7 +145,7 @@ def test_second_gradients(case):
     mass, signal, weight = masses(case), *torch.randn(2, case.size, 2, dtype=DOUBLE)
 
     def build(tensors, mass):
-        return diffusion(case.make(**tensors), mass=mass, tol=1e-10, max_iter=300)
+        return diffusion(case.make(**tensors), mass=mass, tol=1e-10, solver=Solver(max_iter=300))
 
     results = []
     for made_by in (build, dense_operator(case)):
@@ -171,8 +171,8 @@ def test_sixteen_bits(case, dtype, tol, autocast):
     own = tensors_of(case, SINGLE, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         with torch.no_grad():
-            plain = diffusion(case.make(**own), mass=mass.float(), tol=1e-6, max_iter=300) @ signal
-        found = diffusion(case.make(**own), mass=mass.float(), tol=1e-6, max_iter=300) @ signal
+            plain = diffusion(case.make(**own), mass=mass.float(), tol=1e-6, solver=Solver(max_iter=300)) @ signal
+        found = diffusion(case.make(**own), mass=mass.float(), tol=1e-6, solver=Solver(max_iter=300)) @ signal
     assert plain.dtype == found.dtype == dtype
     close(plain, expected.detach(), tol)
     close(found.detach(), expected.detach(), tol)
@@ -225,7 +225,7 @@ def test_copies(case):
     q, signal = made(case), torch.randn(case.size, 2)
     expected = q @ signal
     for other in (pickle.loads(pickle.dumps(q)), copy.deepcopy(q), pickle.loads(pickle.dumps(q.kernel))):
-        again = other if hasattr(other, "T") else diffusion(other, tol=1e-6, max_iter=300)
+        again = other if hasattr(other, "T") else diffusion(other, tol=1e-6, solver=Solver(max_iter=300))
         torch.testing.assert_close(again @ signal, expected, rtol=1e-4, atol=1e-5)
     double = q.to(torch.float64) @ signal.double()
     assert double.dtype == torch.float64
@@ -249,7 +249,7 @@ def test_error(case):
     bias = 4 * torch.randn(case.size, dtype=DOUBLE)
     found = kernel.attend(bias.float()).lse.double()
     truth = float(torch.expm1(found - torch.logsumexp(case.log(**case.tensors) + bias, -1)).abs().max())
-    assert float(kernel.error(bias.float(), rows=30)) >= 0.1 * truth or truth < 1e-6
+    assert float(kernel.error(bias.float(), num_rows=30)) >= 0.1 * truth or truth < 1e-6
 
 
 @pytest.mark.parametrize("normalization", ["sinkhorn", "row", "symmetric", "none"])

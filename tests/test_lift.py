@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qattn.lift import (
-    centre,
+    center,
     extent,
     lift,
     lift_full,
@@ -55,7 +55,7 @@ def test_full_lift_without_a_row_potential():
 
 def test_centring_moves_the_mean_of_the_keys_to_the_origin():
     query, key = cloud(20, 30)
-    moved_query, moved_key = centre(query + 100, key + 100)
+    moved_query, moved_key = center(query + 100, key + 100)
     torch.testing.assert_close(moved_key.mean(1), torch.zeros(2, 3, dtype=torch.float64), rtol=0, atol=1e-12)
     torch.testing.assert_close(score(moved_query, moved_key), score(query, key), rtol=0, atol=1e-10)
 

@@ -22,15 +22,6 @@ def rotation():
     return torch.linalg.qr(torch.randn(3, 3, dtype=torch.float64)).Q
 
 
-def test_uniform():
-    torch.testing.assert_close(mass.uniform(torch.zeros(2, 5, 3)), torch.full((2, 5), 0.2))
-    assert mass.uniform(torch.zeros(5, 3, dtype=torch.float16)).dtype == torch.float32
-    array = mass.uniform(np.zeros((5, 3)))
-    assert isinstance(array, np.ndarray)
-    assert array.dtype == np.float64
-    torch.testing.assert_close(diffusion(CUBE, 0.5, mass.uniform(CUBE)).mass, diffusion(CUBE, 0.5).mass)
-
-
 def test_areas_of_known_shapes():
     assert float(mass.vertex_areas(CUBE, CUBE_FACES).sum()) == pytest.approx(6, rel=1e-14)
     triangle = torch.tensor([[0.0, 0.0], [3.0, 0.0], [0.0, 4.0], [9.0, 9.0]])  # the last belongs to no face
@@ -111,19 +102,19 @@ def test_gradients():
 
 @pytest.mark.parametrize("scale", [1e10, 1.0, 1e-12])
 def test_areas_of_any_size_in_float32(scale):
-    """Also of a small triangle beside a large one: none of their squares may overflow or vanish."""
+    """No squared length may overflow or underflow, also for a small triangle beside a large one."""
     corners = torch.tensor([[0.0, 0, 0], [3, 1, 0], [1, 2, 2], [1e-6, 0, 0], [0, 1e-6, 1e-6]]) * scale
     faces = torch.tensor([[0, 1, 2], [0, 3, 4]])
     a, b, c = corners.double()[faces].unbind(1)
     exact = torch.linalg.cross(b - a, c - a).norm(dim=-1) / 6
-    found = mass.vertex_areas(corners, faces).double()
-    torch.testing.assert_close(found[[1, 3]], exact, rtol=1e-5, atol=0)
-    torch.testing.assert_close(found.sum(), 3 * exact.sum(), rtol=1e-5, atol=0)
+    areas = mass.vertex_areas(corners, faces).double()
+    torch.testing.assert_close(areas[[1, 3]], exact, rtol=1e-5, atol=0)
+    torch.testing.assert_close(areas.sum(), 3 * exact.sum(), rtol=1e-5, atol=0)
 
 
 def test_triangles_without_area():
     vertices = torch.tensor([[0.0, 0, 0], [1, 0, 0], [2, 0, 0], [0, 1, 0]], requires_grad=True)
-    faces = [[0, 1, 2], [1, 1, 1], [0, 0, 3], [0, 1, 3]]  # collinear, a point, a segment, and one that is proper
+    faces = [[0, 1, 2], [1, 1, 1], [0, 0, 3], [0, 1, 3]]  # collinear, a point, a segment, and a proper triangle
     masses = mass.vertex_areas(vertices, faces)
     torch.testing.assert_close(masses, torch.tensor([1.0, 1.0, 0.0, 1.0]) / 6)
     (grad,) = torch.autograd.grad(masses.sum(), vertices)
@@ -135,7 +126,7 @@ def test_density_is_the_reciprocal_row_sum():
     for sigma in (0.5, [0.2, 1.0]):
         kernel = GaussianKernel(points, sigma)
         q = diffusion(points, sigma, normalization="none")
-        rows = q.to_dense().sum(-1) * 40  # of K, its masses being 1/N
+        rows = q.to_dense().sum(-1) * 40  # of K, as masses are 1/N
         expected = (1 / rows) / (1 / rows).sum(-1, keepdim=True)
         torch.testing.assert_close(mass.density(points, sigma), expected)
         torch.testing.assert_close(mass.density(kernel), expected)
@@ -144,7 +135,7 @@ def test_density_is_the_reciprocal_row_sum():
 
 
 def test_density_shares_the_mass_of_one_place():
-    """A place of several points has the mass of a place of one."""
+    """Several points at one place share the mass of a single point."""
     copies = torch.tensor([1, 5, 2, 30])
     places = 100 * torch.eye(4, dtype=torch.float64)
     masses = mass.density(places.repeat_interleave(copies, dim=0), 1.0)
@@ -174,7 +165,7 @@ def test_density_of_other_kernels():
     similarity = torch.tensor([[1.0, 1.0, 0.0], [1.0, 2.0, 1.0], [0.0, 1.0, 0.0]])
     torch.testing.assert_close(mass.density(MatrixKernel(similarity)), torch.tensor([2.0, 1.0, 4.0]) / 7)
     ring = torch.tensor([[0, 1, 2, 1, 2, 0], [1, 2, 0, 0, 1, 2]])
-    torch.testing.assert_close(mass.density(GraphKernel((ring, None))), torch.full((3,), 1 / 3))
+    torch.testing.assert_close(mass.density(GraphKernel(ring)), torch.full((3,), 1 / 3))
     with pytest.raises(ValueError, match="should have a positive sum; 1 of 2 are 0"):
         mass.density(MatrixKernel([[1.0, 0.0], [0.0, 0.0]]))
 
@@ -186,15 +177,14 @@ def test_density_of_other_kernels():
         (lambda: mass.vertex_areas(CUBE, CUBE_FACES > 3), "`faces` should be integers, .*; got bool"),
         (lambda: mass.vertex_areas(CUBE, CUBE_FACES[0]), r"`faces` should have shape \(F, 3\).*got \(3,\)"),
         (lambda: mass.vertex_areas(CUBE, CUBE_FACES[:0]), r"with at least one row; got \(0, 3\)"),
-        (lambda: mass.vertex_areas(CUBE, CUBE_FACES - 1), "`faces` should number vertices from 0 to 7; got .* from -1"),
-        (lambda: mass.vertex_areas(CUBE, CUBE_FACES + 1), "got numbers from 1 to 8. They seem to count from 1"),
+        (lambda: mass.vertex_areas(CUBE, CUBE_FACES - 1), "`faces` should index vertices from 0 to 7; got .* from -1"),
+        (lambda: mass.vertex_areas(CUBE, CUBE_FACES + 1), "got indices from 1 to 8. They seem to count from 1"),
         (lambda: mass.vertex_areas(CUBE[:, :1], CUBE_FACES), r"\(\*batch, N, 2\) or \(\*batch, N, 3\); got \(8, 1\)"),
         (lambda: mass.vertex_areas(CUBE * torch.nan, CUBE_FACES), "`vertices` should be finite; 24 of its 24"),
         (lambda: mass.vertex_volumes(CUBE[:, :2], [[0, 1, 2, 3]]), r"`vertices` should have shape \(\*batch, N, 3\)"),
         (lambda: mass.vertex_volumes(CUBE, CUBE_FACES), r"`tetrahedra` should have shape \(F, 4\).*got \(12, 3\)"),
         (lambda: mass.density(CUBE), "`sigma` should be given with points"),
-        (lambda: mass.density(GaussianKernel(CUBE, 1.0), 1.0), "sigma belong to the kernel"),
-        (lambda: mass.uniform(CUBE[:, 0]), r"`points` should have shape"),
+        (lambda: mass.density(GaussianKernel(CUBE, 1.0), 1.0), "`sigma` should not be given with a kernel"),
     ],
 )  # fmt: skip
 def test_wrong_input(call, message):
@@ -213,9 +203,9 @@ def test_voxels_of_a_plane_and_of_a_diagonal_stand_for_their_areas():
     for mask in (straight, slanted):
         kernel = VoxelKernel(mask, 3.0)
         sums = torch.exp(kernel.attend(torch.zeros(len(kernel.points))).lse)
-        found = mass.voxel_density(mask)
-        torch.testing.assert_close(found * sums, (found * sums)[:1].expand_as(found))  # 1 / Σ K, but for a factor
-        torch.testing.assert_close(found.sum(), torch.tensor(1.0))
+        masses = mass.voxel_density(mask)
+        torch.testing.assert_close(masses * sums, (masses * sums)[:1].expand_as(masses))  # 1 / Σ K up to a factor
+        torch.testing.assert_close(masses.sum(), torch.tensor(1.0))
         per_voxel.append(float((1 / kernel.to_grid(sums, fill=torch.inf))[inner].amax()))
     assert per_voxel[1] / per_voxel[0] == pytest.approx(2**0.5, rel=2e-2)
 

@@ -10,7 +10,7 @@ from cases import sphere
 from scipy.sparse import csr_array
 from scipy.sparse.linalg import LinearOperator, aslinearoperator
 
-from qattn import GaussianKernel, GraphKernel, MatrixKernel, check_axioms, diffusion, sinkhorn
+from qattn import GaussianKernel, GraphKernel, MatrixKernel, Solver, check_axioms, diffusion, sinkhorn
 
 MATRIX = torch.rand(40, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 MATRIX = (MATRIX @ MATRIX.T) / 40
@@ -21,7 +21,7 @@ def by_torch(x):
 
 
 KERNELS = {
-    "function": lambda: MatrixKernel(by_torch, size=40).replace(torch.empty(0, dtype=torch.float64)),
+    "function": lambda: MatrixKernel(by_torch, num_rows=40).replace(torch.empty(0, dtype=torch.float64)),
     "operator": lambda: MatrixKernel(aslinearoperator(MATRIX.numpy())),
 }
 
@@ -42,7 +42,7 @@ def test_products_are_the_matrix(make):
 
 
 def test_pickling_a_named_function():
-    kernel = pickle.loads(pickle.dumps(MatrixKernel(by_torch, size=40)))
+    kernel = pickle.loads(pickle.dumps(MatrixKernel(by_torch, num_rows=40)))
     assert kernel.attend(torch.zeros(40)).lse.isfinite().all()
 
 
@@ -72,7 +72,7 @@ def test_gradients_by_entries_that_are_zero():
     K = torch.tensor([[2.0, 0, 1], [0, 2, 1], [1, 1, 3]], dtype=torch.float64, requires_grad=True)
     mass, signal = torch.tensor([0.2, 0.5, 0.3]).double(), torch.tensor([[1.0], [-2.0], [0.5]]).double()
     weight = torch.tensor([[0.3], [1.0], [-0.7]]).double()
-    (weight * (diffusion(MatrixKernel(K), mass=mass, tol=1e-13, max_iter=200) @ signal)).sum().backward()
+    (weight * (diffusion(MatrixKernel(K), mass=mass, tol=1e-13, solver=Solver(max_iter=200)) @ signal)).sum().backward()
     step = torch.zeros(3, 3, dtype=torch.float64)
     step[0, 1] = step[1, 0] = 1e-6
     # Newton's method takes the negative entry of the backward step in its stride.
@@ -127,7 +127,7 @@ def test_laws():
 
 
 def test_rows_without_weight():
-    kernel = MatrixKernel(lambda x: torch.cat([x[:1], 0 * x[1:]]), size=3)
+    kernel = MatrixKernel(lambda x: torch.cat([x[:1], 0 * x[1:]]), num_rows=3)
     out, lse = kernel.attend(torch.zeros(3), torch.ones(3, 1))
     assert out[:, 0].tolist() == [1, 0, 0]
     assert lse.tolist() == [0, -torch.inf, -torch.inf]
@@ -143,14 +143,14 @@ def test_float32_operators_stay_so():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: MatrixKernel(by_torch), "`size`, the number of rows, should be given"),
-        (lambda: MatrixKernel(lambda x: x[:3], size=5), r"should have its shape; got \(3, 8\)"),
-        (lambda: MatrixKernel(lambda x: x.numpy(), size=5), "should have its shape; got ndarray"),
-        (lambda: MatrixKernel(lambda x: -x, size=5), "should not be negative"),
-        (lambda: MatrixKernel(lambda x: x * torch.nan, size=5), "should be finite"),
-        (lambda: MatrixKernel(lambda x: x + torch.rand(5, 5) @ x, size=5), "should be symmetric"),
+        (lambda: MatrixKernel(by_torch), "`num_rows` should be given if `similarity` is a function"),
+        (lambda: MatrixKernel(lambda x: x[:3], num_rows=5), r"should have its shape; got \(3, 8\)"),
+        (lambda: MatrixKernel(lambda x: x.numpy(), num_rows=5), "should have its shape; got ndarray"),
+        (lambda: MatrixKernel(lambda x: -x, num_rows=5), "should not be negative"),
+        (lambda: MatrixKernel(lambda x: x * torch.nan, num_rows=5), "should be finite"),
+        (lambda: MatrixKernel(lambda x: x + torch.rand(5, 5) @ x, num_rows=5), "should be symmetric"),
         (lambda: MatrixKernel(LinearOperator((3, 4), matvec=lambda x: x[:3])), "should be a square operator"),
-        (lambda: MatrixKernel(by_torch, size=0), "`size` should be an integer of at least 1"),
+        (lambda: MatrixKernel(by_torch, num_rows=0), "`num_rows` should be an integer of at least 1"),
     ],
 )
 def test_wrong_input(make, message):

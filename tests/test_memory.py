@@ -43,8 +43,8 @@ method, sigma = sys.argv[1], float(sys.argv[2])
 
 def step(n):
     points = torch.nn.functional.normalize(torch.randn(n, 3), dim=-1)
-    q = qattn.diffusion(points, sigma, method=method, signal=torch.randn(n, 8))
-    assert q.applied.isfinite().all() and q.error(rows=16) <= 1e-3
+    smooth, q = qattn.diffuse(points, sigma, torch.randn(n, 8), method=method)
+    assert smooth.isfinite().all() and q.kernel_error(num_rows=16) <= 1e-3
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -103,8 +103,8 @@ def test_what_a_kernel_has_prepared_goes_with_it(method):
 
     def prepared():
         kernel = qattn.GaussianKernel(points, 0.5, method=method)
-        qattn.diffusion(kernel, signal=points)
-        return weakref.ref(kernel._methods), weakref.ref(kernel._sites)
+        qattn.diffuse(kernel, None, points)
+        return weakref.ref(kernel._plan), weakref.ref(kernel._prepared)
 
     prepared()  # which may compile, and leave frames behind
     gc.disable()

@@ -13,10 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import DataLoader, Dataset
 
 from qattn import Attended, GaussianKernel, MatrixKernel, diffusion
-from qattn.kernels import fourier, sites
-from qattn.kernels.fourier import Fourier, FourierError
-from qattn.kernels.methods import Methods, Work
-from qattn.kernels.sites import Sites
+from qattn.kernels.gaussian import fourier, prepared
+from qattn.kernels.gaussian.cost import Workload
+from qattn.kernels.gaussian.fourier import Fourier, FourierError
+from qattn.kernels.gaussian.plan import Plan
+from qattn.kernels.gaussian.prepared import PreparedPoints
+from qattn.ranks import ALONE
 
 APPROXIMATE = ["tiles", "fourier"]
 SHAPES = {
@@ -55,11 +57,11 @@ def test_a_diffusion_reports_its_error(method):
     mass = torch.rand(3000) ** 4 + 1e-6
     q = diffusion(points, 0.2, mass, method=method)
     exact = diffusion(points.double(), 0.2, mass.double(), method="exact", tol=1e-8)
-    assert 0 < float(q.error()) <= 1e-3
-    assert float(exact.error()) < 1e-12
+    assert 0 < float(q.kernel_error()) <= 1e-3
+    assert float(exact.kernel_error()) < 1e-12
     signal = torch.rand(3000, 2)
     torch.testing.assert_close((q @ signal).double(), exact @ signal.double(), rtol=0, atol=5e-3)
-    assert isinstance(diffusion(points.numpy(), 0.2, method=method).error(), np.ndarray)
+    assert isinstance(diffusion(points.numpy(), 0.2, method=method).kernel_error(), np.ndarray)
 
 
 def test_errors_of_sums_multiples_and_matrices():
@@ -77,7 +79,7 @@ def test_errors_hide_nothing(monkeypatch):
     """NaN is no error of 0, a row that is lost counts fully, and other seeds draw other rows."""
     points = sphere(2000).float()
     kernel = GaussianKernel(points, 0.3, method="tiles")
-    assert len({float(kernel.error(rows=3, seed=seed)) for seed in range(5)}) > 1
+    assert len({float(kernel.error(num_rows=3, seed=seed)) for seed in range(5)}) > 1
     attend = kernel.attend
     for wrong, expected in ((torch.nan, torch.nan), (-torch.inf, 1.0)):
         monkeypatch.setattr(kernel, "attend", lambda bias, wrong=wrong: Attended(None, attend(bias).lse * 0 + wrong))
@@ -90,7 +92,7 @@ def test_errors_of_a_ragged_batch_leave_out_the_padding():
     mass = torch.ones(2, 600)
     mass[1, 500:] = 0
     q = diffusion(points, 0.5, mass, method="fourier")
-    assert (q.error(rows=600) <= 1e-3).all()
+    assert (q.kernel_error(num_rows=600) <= 1e-3).all()
 
 
 @pytest.mark.parametrize("method", APPROXIMATE)
@@ -176,7 +178,7 @@ def test_points_without_mass(method):
     assert q.potential.isfinite().all()
     expected = diffusion(points, 0.5, torch.ones(800), method="exact", tol=1e-5) @ signal[:800]
     torch.testing.assert_close(smooth[:800], expected, rtol=0, atol=5e-3)
-    assert float(q.error()) <= 1e-3
+    assert float(q.kernel_error()) <= 1e-3
 
 
 # --- what "auto" takes
@@ -239,16 +241,16 @@ def test_methods_by_device():
     """On the devices of others there is "exact"; on CUDA, "fourier" asks for its library."""
     elsewhere = torch.empty(10, 3, device="meta")
     with pytest.raises(ValueError, match="it takes points on cpu or cuda, and these are on meta"):
-        Methods(Sites(elsewhere, elsewhere), torch.tensor(1.0), "tiles", 1e-3, "auto", Work())
+        Plan(PreparedPoints(elsewhere, elsewhere, ALONE), torch.tensor(1.0), "tiles", 1e-3, "auto", Workload())
     with FakeTensorMode():
         on_cuda = torch.empty(10, 3, device="cuda")
-        Methods(Sites(on_cuda, on_cuda), torch.tensor(1.0), "tiles", 1e-3, "auto", Work())
+        Plan(PreparedPoints(on_cuda, on_cuda, ALONE), torch.tensor(1.0), "tiles", 1e-3, "auto", Workload())
         with pytest.raises(ValueError, match="cufinufft is not installed: `pip install cufinufft`"):
-            Methods(Sites(on_cuda, on_cuda), torch.tensor(1.0), "fourier", 1e-3, "auto", Work())
+            Plan(PreparedPoints(on_cuda, on_cuda, ALONE), torch.tensor(1.0), "fourier", 1e-3, "auto", Workload())
 
 
 def test_fourier_says_when_it_needs_too_many_modes():
-    with pytest.raises(ValueError, match=r'would need \d+ × \d+ × \d+ modes .* Take `method="tiles"`'):
+    with pytest.raises(ValueError, match=r'would need \d+ × \d+ × \d+ modes .* Use `method="tiles"`'):
         GaussianKernel(ball(100).float(), 1e-3, method="fourier").attend(torch.zeros(100))
 
 
@@ -272,7 +274,7 @@ def test_auto_turns_to_another_method_then_and_says_so():
     q = diffusion(kernel, mass=mass)
     assert "fourier" not in kernel.method
     assert "does not reach tol" in str(kernel)
-    assert (q.error() <= 1e-3).all()
+    assert (q.kernel_error() <= 1e-3).all()
 
 
 def test_auto_does_so_in_a_backward_pass_too(monkeypatch):
@@ -285,7 +287,7 @@ def test_auto_does_so_in_a_backward_pass_too(monkeypatch):
         total = kernel.attend(torch.zeros(20_000, dtype=torch.float64)).lse.sum()
         assert kernel.method in (method, "fourier")
         if method == "auto":
-            monkeypatch.setattr(fourier, "_LAST", 1.0)  # from here on no error is small enough
+            monkeypatch.setattr(fourier, "_MIN_ERROR", 1.0)  # from here on no error is small enough
             monkeypatch.setattr(fourier, "first_error", lambda *_: 1e-2)
         return torch.autograd.grad(total, (x, y)), kernel
 
@@ -302,7 +304,7 @@ def test_fourier_adds_digits_where_rows_sum_to_little(few):
     kernel = GaussianKernel(points, 0.7, method="fourier")
     lse = kernel.attend(bias).lse
     torch.testing.assert_close(lse, dense(points / 0.7, points / 0.7, bias=bias)[1], rtol=0, atol=1e-3)
-    engine = kernel._methods.groups[0][1]
+    engine = kernel._plan.parts[0][1]
     assert isinstance(engine, Fourier)
     assert engine._products[0, False].error < fourier.first_error(1e-3, 1.0, 1.0)
 
@@ -344,7 +346,7 @@ def test_a_tight_tolerance_of_the_operator_is_one_of_its_kernel(method):
     q = diffusion(sphere(3000), 0.2, method=method, tol=1e-7)
     assert q.converged
     assert q.kernel.tol == pytest.approx(1e-6)
-    assert float(q.error()) <= 1e-6
+    assert float(q.kernel_error()) <= 1e-6
 
 
 @pytest.mark.parametrize("method", ["exact", *APPROXIMATE])
@@ -395,8 +397,8 @@ def test_workers_of_a_data_loader():
 
 def test_orders_and_tiles_are_made_once(monkeypatch):
     calls = []
-    kd_order = sites.kd_order
-    monkeypatch.setattr(sites, "kd_order", lambda points: calls.append(points.shape) or kd_order(points))
+    kd_order = prepared.kd_order
+    monkeypatch.setattr(prepared, "kd_order", lambda points: calls.append(points.shape) or kd_order(points))
     points = sphere(5000).float().requires_grad_()
     q = diffusion(GaussianKernel(points, [0.02, 0.03]))
     (q @ torch.randn(5000, 1)).sum().backward()

@@ -14,7 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.spatial.transform import Rotation
 
-from qattn import GaussianKernel, MixtureKernel, check_axioms, diffusion, sinkhorn
+from qattn import GaussianKernel, MixtureKernel, Solver, check_axioms, diffusion, sinkhorn
+from qattn.attention.inputs import Inputs
+from qattn.kernels.mixture_overlap import _attend_listed
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
 
@@ -61,7 +63,8 @@ def check(kernel, matrix, tolerance=1e-9):
     torch.testing.assert_close(kernel.attend(bias).lse, expected[1], rtol=0, atol=tolerance)
     if kernel.method == "tiles":  # by torch, as on other devices and for second derivatives
         query, key = (x[None] for x in kernel._embedded())
-        found = kernel._engine._pair.attend_listed(query, key, value[None], bias[None], kernel._overlap, 1e-10)
+        inputs = Inputs(query, key, value[None], bias[None], score=kernel._overlap, tol=1e-10)
+        found = _attend_listed(kernel._engine._tiles, inputs)
         torch.testing.assert_close(found.lse[0], expected[1], rtol=0, atol=tolerance)
         torch.testing.assert_close(found.out[0], expected[0], rtol=0, atol=10 * tolerance)
 
@@ -127,7 +130,9 @@ def test_the_determinant_makes_it_positive_definite():
     variances = torch.tensor([1e-4, 1e8, 1e-4]).double()
     spectra = {}
     for form in ("overlap", "equation 5"):
-        q = diffusion(MixtureKernel(means, variances, 1e-3, form=form), mass=torch.ones(3), tol=1e-10, max_iter=300)
+        q = diffusion(
+            MixtureKernel(means, variances, 1e-3, form=form), mass=torch.ones(3), tol=1e-10, solver=Solver(max_iter=300)
+        )
         spectra[form] = torch.linalg.eigvals(q.to_dense()).real.sort().values
     torch.testing.assert_close(spectra["equation 5"], torch.tensor([-0.146, 0.618, 1.0]).double(), rtol=0, atol=1e-3)
     assert spectra["overlap"][0] > 0
@@ -193,19 +198,15 @@ def test_what_is_left_out_is_below_the_tolerance():
     bias = 3 * torch.randn(4000)
     for sigma in (0.01, 0.1):
         kernel = MixtureKernel.from_splats(means, scales, quaternions, logits, sigma)
-        assert float(kernel.error(bias, rows=64)) < 1e-3
+        assert float(kernel.error(bias, num_rows=64)) < 1e-3
     narrow = means.double(), torch.zeros(4000, 3, dtype=torch.float64), 0.03
     exact, coarse = (MixtureKernel(*narrow, tol=tol).attend(bias.double()).lse for tol in (1e-12, 0.3))
     assert 1e-9 < float((exact - coarse).amax()) < 0.3
 
 
 def test_most_tiles_of_a_large_mixture_are_left_out():
-    from qattn.kernels._overlap import list_near_gaussians
-
     engine = MixtureKernel.from_splats(*splats(20_000), sigma=0.01)._engine
-    counts = torch.empty(313, dtype=torch.int64)
-    cutoff = engine._pair._cutoff(torch.zeros(313, 64).double(), 1e-3)
-    list_near_gaussians(cutoff, counts.numpy(), torch.empty(313, 0, dtype=torch.int64).numpy())
+    counts, _ = engine._tiles.near_tiles(torch.zeros(1, 20_000), 1e-3)
     assert float(counts.double().mean()) < 0.3 * 313
 
 
@@ -324,8 +325,8 @@ import resource, torch, qattn
 def step(n, sigma):
     means = torch.nn.functional.normalize(torch.randn(n, 3), dim=-1)
     kernel = qattn.MixtureKernel(means, sigma**2 * torch.rand(n, 3), sigma)
-    q = qattn.diffusion(kernel, signal=torch.randn(n, 8))
-    assert q.applied.isfinite().all()
+    smooth, _ = qattn.diffuse(kernel, None, torch.randn(n, 8))
+    assert smooth.isfinite().all()
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -12,8 +12,9 @@ import torch
 from cases import dense
 from torch.utils.data import DataLoader, Dataset
 
-from qattn import _compiled, attend
-from qattn.attention import native
+from qattn import attend
+from qattn.tiles import compiled, threads
+from qattn.tiles import gaussian as native
 
 
 def cloud(seed, n=700):
@@ -47,8 +48,8 @@ def test_torch_s_thread_count_is_honoured(monkeypatch):
             started.append(workers)
             super().__init__(workers)
 
-    monkeypatch.setattr(_compiled, "ThreadPoolExecutor", Pool)
-    monkeypatch.setattr(native, "_LEAST_PAIRS", 1)
+    monkeypatch.setattr(threads, "ThreadPoolExecutor", Pool)
+    monkeypatch.setattr(native, "_MIN_PAIRS", 1)
     for count in (1, 2, 3):
         monkeypatch.setattr(torch, "get_num_threads", lambda c=count: c)
         result(0)
@@ -105,7 +106,7 @@ def test_an_interrupt_drops_the_chunks_not_begun():
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        _compiled.share(run, range(10_000), 10_000)
+        threads.share(run, [(n,) for n in range(10_000)])
     assert len(done) < 1_000
 
 
@@ -114,10 +115,10 @@ import sys, torch, qattn
 if "nowhere" in sys.argv:
     from numba.core import caching
     caching.FunctionCache._impl_class._locator_classes = []
-from qattn.attention import _loops
+from qattn.tiles.loops import gaussian
 x = torch.randn(100, 3)
 qattn.attend(x, x, backend="native")
-_, hits, misses = _loops.attend_tiles.stats
+_, hits, misses = gaussian.attend_tiles.stats
 print(sum(hits.values()), sum(misses.values()))
 """
 
@@ -131,13 +132,13 @@ def test_compiled_once_and_kept_on_disk():
 
 def test_what_is_kept_is_what_was_compiled(tmp_path):
     """Numba's own files can be exchanged by processes that compile at once, and stale ones be loaded."""
-    from qattn.attention import _loops
+    from qattn.tiles.loops import gaussian
 
-    kept = _loops.attend_tiles._cache._cache_file
-    assert isinstance(kept, _compiled._Files)
+    kept = gaussian.attend_tiles._cache._cache_file
+    assert isinstance(kept, compiled._Files)
 
-    old, new, other = (_compiled._Files(tmp_path, "loop-7.py311", stamp) for stamp in ("old", "new", "new"))
-    unrelated = _compiled._Files(tmp_path, "loop-71.py311", "old")
+    old, new, other = (compiled._Files(tmp_path, "loop-7.py311", stamp) for stamp in ("old", "new", "new"))
+    unrelated = compiled._Files(tmp_path, "loop-71.py311", "old")
     for files in (old, unrelated):
         files.save("float32", "old code")
     assert new.load("float32") is None
@@ -184,7 +185,7 @@ mixture = qattn.MixtureKernel(points, torch.zeros(900), 0.3)
 torch.testing.assert_close(mixture.attend(torch.zeros(900).double(), signal).out, weights @ signal)
 assert len(qattn.eigsh(q, 3)) == 3
 distances = (points[:, None] - points - 1).norm(dim=-1).mean() - (points[:, None] - points).norm(dim=-1).mean()
-torch.testing.assert_close(qattn.flows.energy_distance(points, points + 1), distances)
+torch.testing.assert_close(qattn.distances.energy_distance(points, points + 1), distances)
 for call in (
     lambda: qattn.attend(points, points, backend="native"),
     lambda: qattn.GaussianKernel(points, 0.3, method="tiles"),

@@ -16,7 +16,7 @@ from qattn.nn import QAttention, QBlock, QDiffNet, QDiffusion, tangent_gradients
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
 
-SMALL = {"num_scales": 4, "features": 2, "num_blocks": 2, "sigma": (0.1, 1.0)}
+SMALL = {"num_scales": 4, "channels_per_scale": 2, "num_blocks": 2, "sigma_range": (0.1, 1.0)}
 
 
 def dense_operator(points, sigma, mass, content=None, steps=200):
@@ -34,7 +34,7 @@ def exact(module):
     """In float64, and normalised as far as it goes."""
     for layer in module.modules():
         if isinstance(layer, QDiffusion):
-            layer._normalizing["tol"] = 1e-12
+            layer.tol = 1e-12
     return module.double()
 
 
@@ -58,7 +58,7 @@ NAMES = list(modules())
 
 @pytest.mark.parametrize("applications", [1, 3])
 def test_the_layer_is_powers_of_the_operator(applications):
-    layer = exact(QDiffusion(3, sigma=(0.2, 0.8), applications=applications))
+    layer = exact(QDiffusion(3, sigma_range=(0.2, 0.8), num_applications=applications))
     points, signal = torch.rand(2, 40, 3).double(), torch.randn(2, 3, 40, 5).double()
     mass = torch.rand(2, 40).double()
     mass = mass / mass.sum(-1, keepdim=True)
@@ -73,7 +73,11 @@ def test_the_layer_is_powers_of_the_operator(applications):
 
 def test_the_setting_of_the_paper():
     layer = QDiffusion(
-        2, sigma=(0.2, 0.5), applications=2, adjoint="detach", iteration="plain", tol=0, max_iter=11
+        2,
+        sigma_range=(0.2, 0.5),
+        num_applications=2,
+        solver=qattn.Solver(11, "plain", "detach"),
+        tol=0,
     ).double()
     points, signal = torch.rand(50, 3).double(), torch.randn(2, 50, 4).double()
     got = layer(signal, points)
@@ -85,7 +89,7 @@ def test_the_setting_of_the_paper():
 
 @pytest.mark.parametrize("normalization", ["sinkhorn", "row", "symmetric", "none"])
 def test_gradients_are_exact(normalization):
-    layer = exact(QDiffusion(2, sigma=(0.3, 0.6), applications=2, normalization=normalization))
+    layer = exact(QDiffusion(2, sigma_range=(0.3, 0.6), num_applications=2, normalization=normalization))
     points, signal = torch.rand(6, 2).double(), torch.randn(2, 6, 3).double()
     mass, content = torch.rand(6).double() + 0.5, 0.3 * torch.randn(2, 6, 2).double()
 
@@ -129,13 +133,13 @@ def test_gradients_of_one_signal_and_of_arrays():
 
 def test_gradients_of_features_of_heads():
     points, signal = torch.rand(2, 30, 3).double(), torch.randn(2, 3, 30, 4).double()
-    layer = exact(QDiffusion(3, sigma=(0.2, 0.8), applications=2))
+    layer = exact(QDiffusion(3, sigma_range=(0.2, 0.8), num_applications=2))
     value, gradient, q = layer.diffused(signal, points, gradient=True)
     torch.testing.assert_close(value, layer(signal, points))
     assert gradient.shape == (2, 3, 30, 4, 3)
     one = diffusion(points[1], float(layer.sigma[2].detach()), tol=1e-12)
     torch.testing.assert_close(gradient[1, 2], one.value_and_gradient(one @ signal[1, 2])[1])
-    single = exact(QDiffusion(3, sigma=(0.2, 0.8)))
+    single = exact(QDiffusion(3, sigma_range=(0.2, 0.8)))
     torch.testing.assert_close(single.diffused(signal, points, gradient=True)[1], q.value_and_gradient(signal)[1])
 
 
@@ -148,53 +152,58 @@ def test_gradients_of_features_need_points_and_rows_that_sum_to_one():
 def test_blocks_start_from_one_another():
     """The potentials of near bandwidths are nearly right: one pass instead of five, and the same result."""
     points, _ = qattn.shapes.creature(500)
-    first, second = QDiffusion(16, sigma=(0.05, 0.5)), QDiffusion(12, sigma=(0.06, 0.6))
+    first, second = QDiffusion(16, sigma_range=(0.05, 0.5)), QDiffusion(12, sigma_range=(0.06, 0.6))
     signal = torch.randn(12, 500, 2)
     q = first.operator(points)
-    near = second.operator(points, near=q)
+    near = second.operator(points, warm_start=q)
     assert float(near.num_iter.double().mean()) < 0.5 * float(q.num_iter.double().mean())
-    torch.testing.assert_close(second(signal, points, near=q), second(signal, points), rtol=0, atol=2e-2)
-    assert near.kernel._sites is q.kernel._sites
-    single = QDiffusion(1, sigma=(0.1, 0.1))
+    torch.testing.assert_close(second(signal, points, warm_start=q), second(signal, points), rtol=0, atol=2e-2)
+    assert near.kernel._prepared is q.kernel._prepared
+    single = QDiffusion(1, sigma_range=(0.1, 0.1))
     torch.testing.assert_close(
-        single(signal[:1], points, near=q), single(signal[:1], points, near=single.operator(points)), rtol=0, atol=2e-2
+        single(signal[:1], points, warm_start=q),
+        single(signal[:1], points, warm_start=single.operator(points)),
+        rtol=0,
+        atol=2e-2,
     )
     with pytest.raises(ValueError, match="same points"):
-        second.operator(points + 1, near=q)
+        second.operator(points + 1, warm_start=q)
 
 
 def test_starting_from_operators_with_content():
     """Potentials are taken over, head by head where there are no bandwidths to tell them apart; points are not."""
     points = qattn.shapes.creature(300)[0]
-    layer, coarser = QDiffusion(4, sigma=(0.1, 0.4)), QDiffusion(4, sigma=(0.11, 0.44))
+    layer, coarser = QDiffusion(4, sigma_range=(0.1, 0.4)), QDiffusion(4, sigma_range=(0.11, 0.44))
     content, signal = 0.3 * torch.randn(4, 300, 2), torch.randn(4, 300, 2)
     plain, rich = layer.operator(points), layer.operator(points, content=content)
     for near, given in ((rich, 1.02 * content), (rich, None), (plain, 0.1 * content)):
         cold = coarser.operator(points, content=given)
-        warm = coarser.operator(points, content=given, near=near)
+        warm = coarser.operator(points, content=given, warm_start=near)
         assert warm.converged.all()
         assert (warm.num_iter <= cold.num_iter).all()
-        torch.testing.assert_close(coarser(signal, points, content=given, near=near), cold @ signal, rtol=0, atol=2e-2)
-    assert layer.operator(points, content=content, near=rich).num_iter.tolist() == [1, 1, 1, 1]
+        torch.testing.assert_close(
+            coarser(signal, points, content=given, warm_start=near), cold @ signal, rtol=0, atol=2e-2
+        )
+    assert layer.operator(points, content=content, warm_start=rich).num_iter.tolist() == [1, 1, 1, 1]
     attention = QAttention(8, 2, content_dim=3)
     features, cloud = torch.randn(1, 30, 8), torch.rand(1, 30, 3)
     near = attention.weights(features, cloud)
     mass = torch.full((1, 30), 1 / 30)
-    expected = attention.at_points(features, cloud, mass)
-    torch.testing.assert_close(attention.at_points(features, cloud, mass, near=near), expected, rtol=0, atol=1e-2)
-    for wrong in (QDiffusion(3, sigma=(0.1, 0.4)).operator(points, content=content[:3]), diffusion(points, 0.1)):
-        with pytest.raises(ValueError, match=r"`near` should be .* the shape \(4, 300, 300\) of this layer"):
-            layer.operator(points, near=wrong)
+    expected = attention(features, cloud, mass)
+    torch.testing.assert_close(attention(features, cloud, mass, warm_start=near), expected, rtol=0, atol=1e-2)
+    for wrong in (QDiffusion(3, sigma_range=(0.1, 0.4)).operator(points, content=content[:3]), diffusion(points, 0.1)):
+        with pytest.raises(ValueError, match=r"`warm_start` should be .* the shape \(4, 300, 300\) of this layer"):
+            layer.operator(points, warm_start=wrong)
     with pytest.raises(ValueError, match="same points"):
-        layer.operator(points + 1, content=content, near=plain)
+        layer.operator(points + 1, content=content, warm_start=plain)
     with pytest.raises(ValueError, match="one of a MatrixKernel"):
-        layer.operator(points, near=diffusion(qattn.MatrixKernel(torch.ones(300, 300))))
+        layer.operator(points, warm_start=diffusion(qattn.MatrixKernel(torch.ones(300, 300))))
 
 
 @pytest.mark.parametrize("low", [1e-4, 1e3])
 def test_extreme_bandwidths(low):
     """σ → 0 does nothing, σ → ∞ averages; both with gradients that are numbers."""
-    layer = QDiffusion(2, sigma=(low, 2 * low))
+    layer = QDiffusion(2, sigma_range=(low, 2 * low))
     signal, points = torch.randn(2, 100, 3), torch.rand(100, 3)
     out = layer(signal, points)
     expected = signal if low < 1 else signal.mean(1, keepdim=True).expand_as(signal)
@@ -205,7 +214,7 @@ def test_extreme_bandwidths(low):
 
 def test_bandwidths_that_are_not_learned():
     """They have no gradient, and are saved all the same."""
-    layer = QDiffusion(2, sigma=(0.1, 0.4), learn_sigma=False)
+    layer = QDiffusion(2, sigma_range=(0.1, 0.4), learn_sigma=False)
     signal = torch.randn(2, 50, 3, requires_grad=True)
     layer(signal, torch.rand(50, 3)).square().sum().backward()
     assert layer.log_sigma.grad is None
@@ -370,13 +379,13 @@ def test_saved_and_loaded(name, tmp_path):
 
 def test_pretrained(tmp_path):
     """Safetensors and the arguments, by huggingface_hub."""
-    network = QDiffNet(3, 5, output="mean", applications=1, tol=1e-4, **SMALL)
+    network = QDiffNet(3, 5, output="mean", num_applications=1, tol=1e-4, **SMALL)
     network.save_pretrained(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} >= {"config.json", "model.safetensors"}
     again = QDiffNet.from_pretrained(tmp_path)
     points = torch.rand(30, 3)
     torch.testing.assert_close(again(points, points), network(points, points))
-    assert again.blocks[0].diffusion._normalizing["tol"] == 1e-4
+    assert again.blocks[0].diffusion.tol == 1e-4
 
 
 def test_pretrained_needs_huggingface_hub():
@@ -441,7 +450,7 @@ def test_autocast(name):
 
 
 def test_half_precision_points_and_signals():
-    layer = QDiffusion(2, sigma=(0.2, 0.5)).bfloat16()
+    layer = QDiffusion(2, sigma_range=(0.2, 0.5)).bfloat16()
     signal, points = torch.randn(2, 50, 4).bfloat16(), torch.rand(50, 3).bfloat16()
     out = layer(signal, points)
     assert out.dtype == torch.bfloat16
@@ -479,7 +488,7 @@ def test_exported_with_any_number_of_points(name, tmp_path):
 
 def test_training_from_random_bandwidths_stays_finite():
     """100 steps, from bandwidths far too small to far too large."""
-    network = QDiffNet(3, 1, output="mean", **SMALL | {"sigma": (1e-3, 1e2)})
+    network = QDiffNet(3, 1, output="mean", **SMALL | {"sigma_range": (1e-3, 1e2)})
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for block in network.blocks:
@@ -508,7 +517,7 @@ def run(rank):
     dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=2)
     clouds = torch.rand(2, 40, 3, generator=torch.Generator().manual_seed(0))
     torch.manual_seed(rank)  # rank 0 decides where the parameters start
-    network = qattn.nn.QDiffNet(3, 2, num_scales=2, features=2, num_blocks=2, sigma=(0.1, 1.0))
+    network = qattn.nn.QDiffNet(3, 2, num_scales=2, channels_per_scale=2, num_blocks=2, sigma_range=(0.1, 1.0))
     parallel = DistributedDataParallel(network)
     parallel(clouds[rank], clouds[rank]).square().mean().backward()
     found = [parameter.grad.clone() for parameter in network.parameters()]
@@ -543,7 +552,7 @@ def test_gradients_in_tangent_planes():
 
     points = sphere(3000)
     height = points[:, 2]
-    lengths = torch.stack([g @ height for g in tangent_gradients(points, neighbours=20)]).norm(dim=0)
+    lengths = torch.stack([g @ height for g in tangent_gradients(points, num_neighbors=20)]).norm(dim=0)
     torch.testing.assert_close(lengths, (1 - height**2).sqrt(), rtol=0, atol=0.1)
 
     same = torch.zeros(50, 3)
@@ -577,7 +586,7 @@ def test_a_network_with_tangent_gradients():
 
 @pytest.mark.parametrize("hidden", [0, 1, 2])
 def test_hidden_layers(hidden):
-    network = QDiffNet(3, 4, hidden_layers=hidden, **SMALL)
+    network = QDiffNet(3, 4, num_hidden_layers=hidden, **SMALL)
     widths = [layer.in_features for layer in network.blocks[0].mlp if isinstance(layer, torch.nn.Linear)]
     assert widths == [24] + hidden * [8]
     assert network(torch.rand(20, 3), torch.rand(20, 3)).shape == (20, 4)
@@ -588,7 +597,9 @@ def test_hidden_layers(hidden):
 
 def handed(chiral):
     torch.manual_seed(0)
-    return QDiffNet(2, 5, num_scales=3, features=4, num_blocks=2, sigma=(0.2, 0.8), chiral=chiral, tol=1e-6).double()
+    return QDiffNet(
+        2, 5, num_scales=3, channels_per_scale=4, num_blocks=2, sigma_range=(0.2, 0.8), chiral=chiral, tol=1e-6
+    ).double()
 
 
 @pytest.mark.parametrize("chiral", [False, True])
@@ -615,17 +626,17 @@ def test_chirality_needs_gradients_in_space():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: QDiffusion(0, sigma=(0.1, 1.0)), "num_scales"),
-        (lambda: QDiffusion(2, sigma=0.1), "pair"),
-        (lambda: QDiffusion(2, sigma=(1.0, 0.1)), "least, largest"),
-        (lambda: QDiffusion(2, sigma=(0.0, 0.1)), "least bandwidth"),
-        (lambda: QDiffusion(2, sigma=(0.1, 1.0), applications=0), "applications"),
-        (lambda: QDiffusion(2, sigma=(0.1, 1.0), tol=-1), "tol"),
-        (lambda: QDiffusion(2, sigma=(0.1, 1.0), normalization="x"), "normalization"),
-        (lambda: QDiffusion(2, sigma=(0.1, 1.0), adjoint="x"), "adjoint"),
-        (lambda: QDiffusion(2, sigma=(0.1, 1.0), iteration="x"), "iteration"),
-        (lambda: QDiffusion(2, sigma=(0.1, 1.0), method="x"), "method"),
-        (lambda: QDiffusion(2, sigma=(0.1, 1.0), backend="x"), "backend"),
+        (lambda: QDiffusion(0, sigma_range=(0.1, 1.0)), "num_scales"),
+        (lambda: QDiffusion(2, sigma_range=0.1), "pair"),
+        (lambda: QDiffusion(2, sigma_range=(1.0, 0.1)), "least, largest"),
+        (lambda: QDiffusion(2, sigma_range=(0.0, 0.1)), "least bandwidth"),
+        (lambda: QDiffusion(2, sigma_range=(0.1, 1.0), num_applications=0), "applications"),
+        (lambda: QDiffusion(2, sigma_range=(0.1, 1.0), tol=-1), "tol"),
+        (lambda: QDiffusion(2, sigma_range=(0.1, 1.0), normalization="x"), "normalization"),
+        (lambda: QDiffusion(2, sigma_range=(0.1, 1.0), solver=qattn.Solver(adjoint="x")), "adjoint"),
+        (lambda: QDiffusion(2, sigma_range=(0.1, 1.0), solver=qattn.Solver(iteration="x")), "iteration"),
+        (lambda: QDiffusion(2, sigma_range=(0.1, 1.0), method="x"), "method"),
+        (lambda: QDiffusion(2, sigma_range=(0.1, 1.0), backend="x"), "backend"),
         (lambda: QAttention(7, 2), "multiple"),
         (lambda: QDiffNet(3, 2, gradient="x"), "gradient"),
         (lambda: QDiffNet(3, 2, output="x"), "output"),
@@ -647,19 +658,19 @@ def test_wrong_arguments(make, message):
         (lambda net, x: net(x[:, :2], x), "channels"),
         (lambda net, x: net(x, x, torch.ones(5)), "mass"),
         (lambda net, x: net(x, x, offset=torch.tensor([5, 8])), "offset"),
-        (lambda net, x: net(x, x, offset=torch.tensor([0, 9])), "`offset` should give .* numbered 0, from 0"),
-        (lambda net, x: net(x, x, batch=[0] * 4 + [3] * 5), "`batch` should give .* numbered 1, 2, from 0"),
+        (lambda net, x: net(x, x, offset=torch.tensor([0, 9])), "`offset` should .* with index 0 have none"),
+        (lambda net, x: net(x, x, batch=[0] * 4 + [3] * 5), "`batch` should .* with index 1, 2 have none"),
         (lambda net, x: net(x, x, (torch.arange(9) > 4).float(), offset=[5, 9]), "`mass` should have a positive sum"),
         (lambda net, x: net(x, x, offset=[4.0, 9.0]), "`offset` should be integers; got float64"),
-        (lambda net, x: net(x.double(), x), "`features` should be float32, as the parameters are; got float64"),
-        (lambda net, x: net(x.half(), x), "`features` should be float32, as the parameters are; got float16"),
+        (lambda net, x: net(x.double(), x), "`features` should be float32, like the parameters; got float64"),
+        (lambda net, x: net(x.half(), x), "`features` should be float32, like the parameters; got float16"),
         (lambda net, x: QDiffNet(3, 2, chiral=True, **SMALL)(x, x[:, :2]), "`points` should have 3 coordinates"),
         (lambda net, x: net(x[None], x[None], offset=torch.tensor([9])), "offset"),
         (lambda net, x: net({"feat": x, "coord": x}), "offset"),
         (lambda net, x: net({"feat": x, "offset": torch.tensor([9])}), "coord"),
         (lambda net, x: net({"feat": x, "coord": x, "offset": torch.tensor([9])}, x), "dict"),
-        (lambda net, x: net({"x": x, "coord": x}), "`x` and `pos`, as PyG's; got coord, x"),
-        (lambda net, x: net(Data(pos=x)), "`x` and `pos`, as PyG's; got pos"),
+        (lambda net, x: net({"x": x, "coord": x}), "`x` and `pos`, as in PyG; got coord, x"),
+        (lambda net, x: net(Data(pos=x)), "`x` and `pos`, as in PyG; got pos"),
         (lambda net, x: net(x, x, gradients=(x, x)), "gradients"),
         (lambda net, x: net(x.numpy(), x), "features"),
     ],
@@ -676,7 +687,7 @@ def test_float64_features_under_autocast():
 
 
 def test_wrong_signals():
-    layer, attention = QDiffusion(2, sigma=(0.1, 1.0)), QAttention(4, 2)
+    layer, attention = QDiffusion(2, sigma_range=(0.1, 1.0)), QAttention(4, 2)
     with pytest.raises(ValueError, match="signal"):
         layer(torch.rand(3, 9, 1), torch.rand(9, 3))
     with pytest.raises(ValueError, match="signal"):

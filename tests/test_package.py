@@ -1,7 +1,9 @@
 """The package as a whole: names, layers, optional libraries, the command."""
 
 import ast
+import graphlib
 import importlib
+import re
 import subprocess
 import sys
 import types
@@ -15,30 +17,60 @@ from qattn.attention.dispatch import BACKENDS
 
 ROOT = Path(qattn.__file__).parent
 
-# Lowest first; a module may import those before it, and its own package.
-LAYERS = [
-    "_eager", "_warning", "_broadcasting", "_compiled", "_progress", "_kd", "_distances", "_nearest", "pullback",
-    "tiling", "attended", "lift", "ranks", "_checks", "_scipy", "attention", "kernels", "distributed", "solver",
-    "operators", "spectral", "signatures", "maps", "flows", "geodesics", "axioms", "mass", "ragged", "nn", "shapes",
-    "sampling", "sklearn", "doctor", "io", "pictures", "cli", "__main__",
-]  # fmt: skip
+# Lowest first. A module may import modules of lower tiers and of its own, and there are no cycles.
+TIERS = {
+    "foundation": (
+        "_types", "_eager", "_warning", "_broadcasting", "_progress", "_vector_jacobian", "_checks", "_meshes",
+        "_scipy", "attended", "lift", "ranks", "ragged", "distributed",
+    ),
+    "tiles": ("tiles",),
+    "attention": ("attention",),
+    "kernels": ("kernels",),
+    "operators": (
+        "operators", "spectra", "signatures", "maps", "distances", "flows", "geodesics", "axioms", "mass",
+    ),
+    "applications": (
+        "nn", "shapes", "sampling", "sklearn", "doctor", "io", "pictures", "cli", "__main__",
+    ),
+}  # fmt: skip
+
+
+def module_of(path):
+    """The dotted name of a file, without the leading `qattn`; "" for the package itself."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("__init__").removesuffix(".")
+
+
+MODULES = {module_of(path): path for path in ROOT.rglob("*.py")}
 
 
 def imports(path):
-    """The qattn modules a file imports, as dotted names without the leading `qattn`."""
+    """The qattn modules that a file imports in any form and at any depth, as dotted names without `qattn`."""
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "qattn":
-            for alias in node.names:
-                module = f"{node.module}.{alias.name}".split(".")[1:]
-                is_module = (ROOT / Path(*module)).with_suffix(".py").exists()
-                yield ".".join(module if is_module else module[:-1])
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} has a relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) == "import_module":
+            names = [node.args[0].value] if isinstance(node.args[0], ast.Constant) else []
+        else:
+            continue
+        for name in names:
+            first, *rest = name.split(".")
+            while first == "qattn" and ".".join(rest) not in MODULES:
+                rest.pop()  # a name inside a module
+            if first == "qattn":
+                yield ".".join(rest)
+
+
+NAMELESS = [("tiles", "__init__"), ("operators", "__init__")]  # packages that export nothing
 
 
 def test_every_public_name_exists():
     for path in ROOT.rglob("*.py"):
         parts = path.relative_to(ROOT.parent).with_suffix("").parts
-        if path.stem in ("_simd", "_loops") or parts[-2:] == ("_checks", "__init__"):
-            continue  # read by Numba alone; and a list of stars
+        if path.parent.name == "loops" or parts[1:] in NAMELESS:
+            continue  # read by Numba alone; nothing of its own
         module = importlib.import_module(".".join(parts).removesuffix(".__init__"))
         assert module.__all__
         assert all(hasattr(module, name) for name in module.__all__), module.__name__
@@ -46,28 +78,51 @@ def test_every_public_name_exists():
 
 def test_no_public_name_hides_a_module():
     """`import qattn.x` must give the module x; an earlier implementation had a function in its place."""
-    for package in (ROOT, ROOT / "attention", ROOT / "kernels"):
-        modules = {path.stem for path in package.glob("*.py")}
-        names = importlib.import_module(".".join(package.relative_to(ROOT.parent).parts)).__all__
-        functions = {n for n in names if not isinstance(getattr(qattn, n, None), types.ModuleType)}
+    for folder in (ROOT, *(ROOT / name for name in ("attention", "distances", "kernels", "nn", "spectra"))):
+        package = importlib.import_module(".".join(folder.relative_to(ROOT.parent).parts))
+        modules = {path.stem for path in folder.glob("*.py")} | {path.parent.name for path in folder.glob("*/*.py")}
+        functions = {name for name in package.__all__ if not isinstance(getattr(package, name), types.ModuleType)}
         assert not modules & functions
 
 
 def test_imports_go_downwards():
-    for path in ROOT.rglob("*.py"):
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        if parts == ("__init__",):
-            continue
-        for module in imports(path):
-            top = module.split(".")[0]
-            if top:  # "" is the package itself, for its version
-                assert LAYERS.index(top) <= LAYERS.index(parts[0]), f"{'.'.join(parts)} imports {module}"
+    tier_of = {name: number for number, names in enumerate(TIERS.values()) for name in names}
+    for name, path in MODULES.items():
+        if name:
+            for other in filter(None, imports(path)):  # "" is the package itself, for its version
+                mine, theirs = (tier_of[module.split(".")[0]] for module in (name, other))
+                assert theirs <= mine, f"{name} imports {other}"
+
+
+def test_imports_have_no_cycle():
+    """Not even one that is broken by importing inside a function."""
+    graph = {name: set(imports(path)) - {name, ""} for name, path in MODULES.items() if name}
+    list(graphlib.TopologicalSorter(graph).static_order())
 
 
 def test_backends_do_not_import_one_another():
     files = {f"attention.{name}" for name in BACKENDS}
     for name in BACKENDS:
         assert not files & set(imports(ROOT / "attention" / f"{name}.py"))
+
+
+OPENERS = ("What ", "Those ", "Who ", "Where ", "That ", "As ", "Which ", "How ")  # of clauses, which hide the subject
+BRITISH = re.compile(
+    "normalis|centre|colour|neighbour|grey|vectoris|initialis|optimis|behaviour|honour", flags=re.IGNORECASE
+)
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_prose(name):
+    """Docstrings open with an imperative or a noun phrase, in American spelling, with formulas in plain Unicode."""
+    text = MODULES[name].read_text()
+    assert not BRITISH.findall(text)
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (docstring := ast.get_docstring(node)):
+            assert not docstring.startswith(OPENERS), docstring
+            assert ":math:" not in docstring
+            assert ".. math::" not in docstring
+            assert "Example:" not in [line.strip() for line in docstring.splitlines()], docstring
 
 
 def run(script):
@@ -148,7 +203,7 @@ def test_doctests():
     names = {"torch": torch, **{name: getattr(qattn, name) for name in qattn.__all__}}
     count = 0
     for path in ROOT.rglob("*.py"):
-        if path.stem not in ("__main__", "_simd", "_loops"):
+        if path.stem != "__main__":
             module = importlib.import_module(".".join(path.relative_to(ROOT.parent).with_suffix("").parts))
             failures, tests = doctest.testmod(module, extraglobs=names)
             assert failures == 0

@@ -1,4 +1,4 @@
-"""Long work shows where it is, to those who look, and can be stopped."""
+"""Long computations show their progress on terminals, and can be interrupted."""
 
 import io
 import signal
@@ -20,7 +20,7 @@ class Terminal(io.StringIO):
 
 
 def terminal_of(monkeypatch):
-    """In the test itself: pytest sets its own stream again after the fixtures."""
+    """Replace stderr within a test; pytest would undo it in a fixture."""
     stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
     return stream
@@ -57,16 +57,16 @@ def test_the_bar_is_closed_when_a_solve_is_stopped(monkeypatch):
     kernel = GaussianKernel(sphere(300), 0.3)
     attend, passes = kernel.attend, []
 
-    def interrupted(bias, value=None):
+    def interrupted(bias, value=None, **options):
         passes.append(1)
         if len(passes) == 3:
             raise KeyboardInterrupt
-        return attend(bias, value)
+        return attend(bias, value, **options)
 
     monkeypatch.setattr(kernel, "attend", interrupted)
     with pytest.raises(KeyboardInterrupt):
         diffusion(kernel)
-    assert terminal.getvalue().rstrip(" ").endswith("\r")  # the line is wiped
+    assert terminal.getvalue().rstrip(" ").endswith("\r")  # the line is cleared
     assert diffusion(kernel).converged
 
 

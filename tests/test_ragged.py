@@ -1,4 +1,4 @@
-"""Clouds of different sizes: packed, padded and back, and the same result as one by one."""
+"""Clouds of different sizes: packed, padded and back, with the results of each cloud alone."""
 
 import torch
 

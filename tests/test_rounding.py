@@ -9,7 +9,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from qattn.attention.dispatch import BACKENDS
 from qattn.attention.dot_product import DotProductBackend
 from qattn.attention.inputs import Inputs
-from qattn.attention.score import gaussian
 from qattn.lift import Extent, extent, lift, split_lift
 
 SIGMAS = [0.2, 0.1, 0.05, 0.02]
@@ -22,7 +21,7 @@ def unit(monkeypatch, name, *, capability=(8, 0), dtype=torch.float32, value_dty
     with FakeTensorMode():
         points = torch.zeros(1, 8, 3, dtype=dtype, device=device)
         value = None if value_dtype is None else torch.zeros(1, 8, 4, dtype=value_dtype, device=device)
-        return BACKENDS[name].unit_roundoff(Inputs(points, points, value, None, gaussian, 1e-3, torch.Size((1,))))
+        return BACKENDS[name].unit_roundoff(Inputs(points, points, value))
 
 
 def truncated(x, bits):
@@ -85,7 +84,7 @@ def test_split_lifts_on_tensor_cores(monkeypatch, name, sigma, dtype):
 @pytest.mark.parametrize("sigma", SIGMAS)
 def test_float32_on_a_cpu(monkeypatch, sigma):
     points = (ball(2000) / sigma).float()[None]
-    inputs = Inputs(points, points, None, None, gaussian, 1e-3, torch.Size((1,)))
+    inputs = Inputs(points, points, None)
     error = float((BACKENDS["sdpa"].attend(inputs).lse - dense(points, points)[1]).abs().max())
     check(error, points, unit(monkeypatch, "sdpa", device="cpu"))
 
@@ -100,7 +99,7 @@ def test_units_by_device_and_dtype(monkeypatch):
     assert unit(monkeypatch, "sdpa", dtype=torch.float16) == unit(monkeypatch, "flash_attn") == 2.0**-22
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: pytest.fail("asked without a GPU"))
     points = torch.zeros(1, 8, 3, dtype=torch.float64)
-    inputs = Inputs(points, points, None, None, gaussian, 1e-3, torch.Size((1,)))
+    inputs = Inputs(points, points, None)
     assert BACKENDS["sdpa"].unit_roundoff(inputs) == 2.0**-52
 
 
@@ -117,7 +116,7 @@ def test_small_bandwidths_are_refused_where_tf32_would_miss_the_tolerance(monkey
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     with FakeTensorMode():
         points = torch.zeros(1, 8, 3, device="cuda")
-        inputs = Inputs(points, points, None, None, gaussian, 1e-3, torch.Size((1,)))
+        inputs = Inputs(points, points, None)
         inputs.__dict__["extent"] = Extent(50.0, 50.0, 0.0)
         [reason] = BACKENDS["sdpa"].not_supported_reasons(inputs)
         assert "lifting would lose about 4.8e-03 of lse to cancellation" in reason

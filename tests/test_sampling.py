@@ -1,4 +1,4 @@
-"""Points and voxels of meshes: where they lie, how evenly, and the same for the same seed."""
+"""Points and voxels of meshes: positions, uniformity, and equal results for equal seeds."""
 
 import sys
 
@@ -22,12 +22,12 @@ TORUS = trimesh.creation.torus(major_radius=1.0, minor_radius=0.3, major_section
 
 
 def both_shells():
-    """A ball with a hollow: the outer and the inner sphere are one mesh."""
+    """Return a hollow ball: the outer and the inner sphere in one mesh."""
     return torch.cat([BALL[0], 0.5 * BALL[0]]), torch.cat([FACES, FACES.flip(-1) + len(VERTICES)])
 
 
 def occupied(voxels, points):
-    """Whether points lie in voxels of the mask."""
+    """Return whether points lie in voxels of the mask."""
     index = np.round((np.asarray(points) - np.asarray(voxels.origin)) / voxels.spacing).astype(int)
     return np.asarray(voxels.mask)[tuple(index.T)]
 
@@ -90,7 +90,7 @@ def test_points_of_a_torus():
 
 @pytest.mark.parametrize("thickness", [1e-3, 1e-7])
 def test_points_of_a_thin_plate(thickness):
-    """Also of one that lies askew in space, where hardly a point of a cubic cell is inside."""
+    """A plate in a generic orientation, where hardly any point of a cubic cell is inside."""
     turn = np.linalg.qr(np.random.default_rng(0).standard_normal((3, 3)))[0]
     plate = trimesh.creation.box(extents=[1.0, 2.0, 1.0])
     corners, faces = plate.vertices * [1, 1, thickness], plate.faces
@@ -104,9 +104,9 @@ def test_points_of_a_thin_plate(thickness):
 def test_hollows_are_outside():
     assert float(in_volume(both_shells(), 3000).norm(dim=-1).amin()) > 0.49
     voxels = voxelize_solid(both_shells(), 0.05)
-    centre = tuple((torch.tensor(voxels.mask.shape) // 2).tolist())
-    assert not voxels.mask[centre]
-    assert voxelize_solid(BALL, 0.05).mask[centre]
+    center = tuple((torch.tensor(voxels.mask.shape) // 2).tolist())
+    assert not voxels.mask[center]
+    assert voxelize_solid(BALL, 0.05).mask[center]
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1e6])
@@ -126,7 +126,7 @@ def test_voxels_hold_the_samples(mesh, spacing):
 
 
 def test_voxels_are_those_that_meet():
-    """On random triangles of all sizes, against the nearest points of triangles and cubes by linear programming."""
+    """On random triangles of all sizes, against linear programs for the distances of triangles and cubes."""
     from scipy.optimize import linprog
 
     vertices = torch.rand(12, 3, dtype=torch.float64) * 4
@@ -137,11 +137,11 @@ def test_voxels_are_those_that_meet():
         mask, origin, _ = voxelize_surface((vertices, face[None]), 1.0)
         corners = vertices[face].numpy()
         for index in np.ndindex(*mask.shape):
-            centre = origin.numpy() + index
-            # Barycentric weights w with |wᵀ corners − centre| ≤ s in each coordinate, s least: ½ if it just touches.
+            center = origin.numpy() + index
+            # Barycentric weights w with |wᵀ corners − center| ≤ s in each coordinate, s minimal: ½ if they just touch.
             rows = np.block([[corners.T, -np.ones((3, 1))], [-corners.T, -np.ones((3, 1))]])
             least = linprog(
-                [0, 0, 0, 1], rows, np.concatenate([centre, -centre]), [[1, 1, 1, 0]], [1], bounds=[(0, None)] * 4
+                [0, 0, 0, 1], rows, np.concatenate([center, -center]), [[1, 1, 1, 0]], [1], bounds=[(0, None)] * 4
             ).fun
             assert bool(mask[index]) == (least <= 0.5)
 
@@ -188,15 +188,15 @@ def test_what_comes_in_comes_out():
     assert voxels.origin.dtype == torch.float32
     assert voxels.spacing == 0.2
     for mesh in (BOX, (VERTICES.numpy(), FACES.numpy())):
-        given = [*on_surface(mesh, 10), in_volume(mesh, 10), *voxelize_surface(mesh, 0.5)[:2]]
-        assert all(isinstance(array, np.ndarray) for array in given)
+        results = [*on_surface(mesh, 10), in_volume(mesh, 10), *voxelize_surface(mesh, 0.5)[:2]]
+        assert all(isinstance(array, np.ndarray) for array in results)
     assert in_volume((VERTICES.numpy(), FACES.tolist()), 10).dtype == np.float32
     with_grad = VERTICES.clone().requires_grad_()
     assert not in_volume((with_grad, FACES), 10).requires_grad
 
 
 def test_seams_are_closed():
-    """Vertices that are listed once a face, as where a texture has seams."""
+    """Vertices that are listed once per face, as at texture seams."""
     soup = (BALL[0][FACES].reshape(-1, 3), torch.arange(FACES.numel()).view(-1, 3))
     torch.testing.assert_close(in_volume(soup, 100), in_volume(BALL, 100))
 
@@ -207,7 +207,7 @@ def test_vertices_without_a_face_do_not_matter():
     torch.testing.assert_close(in_volume(stray, 100), in_volume(BALL, 100))
 
 
-FLAT = (torch.rand(3, 3), torch.tensor([[0, 1, 2], [0, 2, 1]]))  # closed, and nothing in it
+FLAT = (torch.rand(3, 3), torch.tensor([[0, 1, 2], [0, 2, 1]]))  # closed, without volume
 
 
 @pytest.mark.parametrize(
@@ -218,17 +218,17 @@ FLAT = (torch.rand(3, 3), torch.tensor([[0, 1, 2], [0, 2, 1]]))  # closed, and n
         (lambda: in_volume(FLAT, 10), "The mesh contains no volume"),
         (lambda: in_volume((torch.ones(3, 3), FLAT[1]), 10), "The mesh should be closed"),
         (lambda: on_surface((torch.ones(3, 3), FLAT[1]), 10), "The mesh has no area"),
-        (lambda: on_surface(BALL, 0), "`n` should be an integer of at least 1; got 0"),
-        (lambda: in_volume(BALL, -1), "`n` should be an integer of at least 1; got -1"),
+        (lambda: on_surface(BALL, 0), "`num_points` should be an integer of at least 1; got 0"),
+        (lambda: in_volume(BALL, -1), "`num_points` should be an integer of at least 1; got -1"),
         (lambda: voxelize_surface(BALL, 0.0), "`spacing` should be positive and finite; got 0.0"),
         (lambda: voxelize_solid(BALL, -1.0), "`spacing` should be positive and finite; got -1.0"),
-        (lambda: voxelize_surface(BALL, 1e-4), "a grid of 20,001 × 20,001 × 20,001 voxels; .*31 times as large"),
+        (lambda: voxelize_surface(BALL, 1e-4), "a grid of 20,001 × 20,001 × 20,001 voxels. .*31 times as large"),
         (lambda: on_surface((VERTICES, FACES[:0]), 10), "`faces` should have shape .* at least one row"),
         (lambda: on_surface((VERTICES[:0], FACES), 10), "`vertices` should hold at least one point"),
         (lambda: on_surface((VERTICES[:, :2], FACES), 10), r"`vertices` should have shape \(\*batch, N, 3\)"),
         (lambda: on_surface((VERTICES[None], FACES), 10), r"`vertices` should have shape \(N, 3\), one mesh"),
         (lambda: on_surface((VERTICES * torch.nan, FACES), 10), "`vertices` should be finite"),
-        (lambda: on_surface((VERTICES, FACES + 1), 10), "`faces` should number vertices from 0"),
+        (lambda: on_surface((VERTICES, FACES + 1), 10), "`faces` should index vertices from 0"),
     ],
 )  # fmt: skip
 def test_wrong_input(call, message):
@@ -237,7 +237,7 @@ def test_wrong_input(call, message):
 
 
 def test_no_mesh_at_all():
-    with pytest.raises(TypeError, match=r"`mesh` should be a pair .*; got str\. A file is read by `trimesh.load_mesh`"):
+    with pytest.raises(TypeError, match=r"`mesh` should be a pair .*; got str\. Read a file with `trimesh.load_mesh`"):
         on_surface("creature.off", 10)
 
 

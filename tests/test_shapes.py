@@ -1,4 +1,4 @@
-"""Shapes: on what they claim to lie on, closed, oriented, and the same for the same seed."""
+"""Generated shapes: points lie on them, meshes are closed and oriented, equal seeds give equal shapes."""
 
 import math
 
@@ -54,7 +54,7 @@ def test_seeds(shape):
     first = shape(50)
     torch.testing.assert_close(shape(50, seed=0), first, rtol=0, atol=0)
     assert not torch.equal(shape(50, seed=1), first)
-    assert torch.equal(torch.get_rng_state(), state)  # torch's own random numbers are left alone
+    assert torch.equal(torch.get_rng_state(), state)  # the global generator is unchanged
 
 
 def test_without_a_seed_draws_differ():
@@ -68,7 +68,7 @@ def test_sphere_mesh(subdivisions):
     assert vertices.shape == (10 * 4**subdivisions + 2, 3)
     assert faces.shape == (20 * 4**subdivisions, 3)
     torch.testing.assert_close(vertices.norm(dim=-1), torch.ones(len(vertices)))
-    assert (torch.linalg.det(vertices[faces]) > 0).all()  # anticlockwise from outside
+    assert (torch.linalg.det(vertices[faces]) > 0).all()  # counterclockwise from outside
     edges = torch.cat([faces[:, [0, 1]], faces[:, [1, 2]], faces[:, [2, 0]]])
     assert len(edges.unique(dim=0)) == len(edges)  # each edge once in each direction: closed
     assert torch.equal(edges.unique(dim=0), edges.flip(-1).unique(dim=0))
@@ -82,7 +82,7 @@ def test_cube_tetrahedra(k):
     corners = vertices.double()[tetrahedra]
     volumes = torch.linalg.det(corners[:, 1:] - corners[:, :1]) / 6
     torch.testing.assert_close(volumes, torch.full_like(volumes, 1 / (6 * k**3)), rtol=1e-6, atol=0)
-    # They fit: a triangle belongs to two of them, or lies on the outside of the cube.
+    # Each triangle belongs to two tetrahedra, or lies on the boundary of the cube.
     sides = torch.cat([tetrahedra[:, [i for i in range(4) if i != j]] for j in range(4)]).sort(dim=-1).values
     sides, count = sides.unique(dim=0, return_counts=True)
     assert count.max() == 2
@@ -93,11 +93,11 @@ def test_cube_tetrahedra(k):
 
 def test_wrong_input():
     for call in (shapes.creature, shapes.creature_inside, shapes.sphere, shapes.ball):
-        with pytest.raises(ValueError, match="`n` should be an integer of at least 1; got 0"):
+        with pytest.raises(ValueError, match="`num_points` should be an integer of at least 1; got 0"):
             call(0)
-    with pytest.raises(ValueError, match="`subdivisions` should be an integer of at least 0; got -1"):
+    with pytest.raises(ValueError, match="`num_subdivisions` should be an integer of at least 0; got -1"):
         shapes.sphere_mesh(-1)
-    with pytest.raises(ValueError, match="`k` should be an integer of at least 1; got 0"):
+    with pytest.raises(ValueError, match="`num_cells` should be an integer of at least 1; got 0"):
         shapes.cube_tetrahedra(0)
 
 
@@ -120,7 +120,7 @@ def test_parts_of_the_creature():
 
 
 def test_poses():
-    """The same points elsewhere: the body stays, limbs turn rigidly, and nothing changes without a bend."""
+    """The body is fixed, limbs rotate rigidly, and nothing moves without a bend."""
     points, _ = shapes.creature(2000)
     torch.testing.assert_close(shapes.posed(points, 3, bend=0.0), points)
     moved = shapes.posed(points, 3)
@@ -132,7 +132,7 @@ def test_poses():
     assert away[parts == shapes.CREATURE_PARTS.index("tail")].amax() > 0.1
     foot = points[:, 1] < -0.5
     foot &= points[:, 0] > 0
-    foot &= points[:, 2] > 0  # of one leg
+    foot &= points[:, 2] > 0  # one leg
     torch.testing.assert_close(torch.pdist(moved[foot]), torch.pdist(points[foot]), rtol=0, atol=2e-3)
     wider = torch.pdist(shapes.posed(points, 3, stretch=0.3)[foot]) / torch.pdist(points[foot])
     torch.testing.assert_close(wider, wider.mean().expand_as(wider), rtol=2e-2, atol=0)

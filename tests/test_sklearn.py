@@ -1,4 +1,4 @@
-"""The diffusion map: the protocol of scikit-learn, shapes whose modes are known, and laws."""
+"""Diffusion maps: the protocol of scikit-learn, shapes with known eigenvectors, and laws."""
 
 import numpy as np
 import pytest
@@ -36,7 +36,9 @@ def test_modes_of_a_circle_are_a_circle():
     angles = np.linspace(0, 2 * np.pi, 300, endpoint=False)
     model = SinkhornDiffusionMap().fit(circle(angles))
     assert unevenness(np.linalg.norm(model.embedding_, axis=1)) < 1e-6
-    assert model.eigenvalues_ == pytest.approx(np.exp(-(model.sigma_**2) / 2), rel=1e-4)  # that of the Laplacian is 1
+    assert model.eigenvalues_ == pytest.approx(
+        np.exp(-(model.sigma_**2) / 2), rel=1e-4
+    )  # the Laplacian has the eigenvalue 1
     between = model.transform(circle(angles + 0.01))
     assert unevenness(np.linalg.norm(between, axis=1)) < 1e-6
 
@@ -77,7 +79,7 @@ def test_estimated_masses_take_out_the_density(rng):
     angles = np.sort(np.interp(rng.uniform(size=800), (fine + 0.8 * np.sin(fine)) / (2 * np.pi), fine))
 
     def error(density):
-        """Of the angles of modes, up to a turn and a reflection."""
+        """Error of the angles in the embedding, up to a rotation and a reflection."""
         psi = SinkhornDiffusionMap(sigma=0.1, density=density).fit_transform(circle(angles))
         found = np.unwrap(np.arctan2(psi[:, 1], psi[:, 0]))
         return (found * np.sign(found[-1] - found[0]) - angles).std()
@@ -88,8 +90,7 @@ def test_estimated_masses_take_out_the_density(rng):
 @pytest.mark.parametrize("size", [300, 900])  # by LAPACK, and by passes of the kernel
 @pytest.mark.parametrize("parts", [2, 3])
 def test_parts_that_do_not_see_one_another_are_told_apart(size, parts):
-    centres = 1000 * np.eye(parts)
-    X, part = make_blobs(size, centers=centres, random_state=0)
+    X, part = make_blobs(size, centers=1000 * np.eye(parts), random_state=0)
     psi = SinkhornDiffusionMap(n_components=parts - 1).fit_transform(X)
     middles = np.stack([psi[part == i].mean(0) for i in range(parts)])
     assert np.abs(psi - middles[part]).max() < 1e-4
@@ -133,5 +134,5 @@ def test_wrong_options_are_said(rng, options, message):
 
 
 def test_repeated_samples_have_no_bandwidth():
-    with pytest.raises(ValueError, match="the distance to neighbour 10, which is 0 for 90% of the samples"):
+    with pytest.raises(ValueError, match="the distance to neighbor 10, which is 0 for 90% of the samples"):
         SinkhornDiffusionMap().fit(np.repeat(np.eye(2), 20, axis=0))

@@ -6,9 +6,9 @@ from cases import ball, dense, sphere
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qattn.attention.native import attend_tilings
-from qattn.kernels.tiles import near_lists
-from qattn.tiling import PART, TILE, Tiling, kd_order
+from qattn.tiles.gaussian import attend as attend_tilings
+from qattn.tiles.gaussian import near_tiles
+from qattn.tiles.tiling import PART, TILE, Tiling, kd_order
 
 
 def tiling(points):
@@ -71,7 +71,7 @@ def test_boxes_hold_their_points_and_tops_their_weights(n):
     tree = tiles.tree
     beta = torch.randn(2, tiles.tiles, TILE, dtype=torch.float64)
     beta[0, 0] = -torch.inf
-    parts, tops = tiles.tops(beta.reshape(-1, TILE))
+    parts, tops = tiles.log_sums(beta.reshape(-1, TILE))
     corner = tiles.points.reshape(2, -1, 3)
     leaves = tree.parts.reshape(2, -1, 6)
     for part in range(leaves.shape[1]):
@@ -162,15 +162,15 @@ def test_most_pairs_are_left_out():
     """Not a tolerance met by computing everything: 3,000 points of a sphere see few tiles each."""
     points = sphere(3000).float()
     tiles = tiling(points / 0.05)
-    counts = near_lists(tiles, tiles, None, torch.zeros(1, 3000), 1e-3).counts
+    counts, _ = near_tiles(tiles, tiles, None, torch.zeros(1, 3000), 1e-3)
     assert counts.float().mean() < 0.35 * tiles.tiles
 
 
 def test_lists_are_numbered_within_their_cloud():
     points = torch.stack([sphere(500), 2 * sphere(500)]).float() / 0.1
     tiles = Tiling(points, kd_order(points))
-    lists = near_lists(tiles, tiles, None, torch.zeros(2, 500), 1e-3)
-    assert int(lists.blocks.amax()) < tiles.tiles
+    counts, lists = near_tiles(tiles, tiles, None, torch.zeros(2, 500), 1e-3)
+    assert int(lists.amax()) < tiles.tiles
     for b in range(2):
         for row in range(tiles.tiles):
-            assert row in lists.blocks[b, row, : lists.counts[b, row]]
+            assert row in lists[b, row, : counts[b, row]]

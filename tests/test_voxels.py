@@ -15,7 +15,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import qattn
 from qattn import GaussianKernel, check_axioms, diffusion, sinkhorn
-from qattn.kernels import blocks
+from qattn.kernels import voxel_blocks as blocks
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
 
@@ -229,7 +229,8 @@ def test_laws(name):
     kernel = VoxelKernel(weights, 2.0, tol=EXACT)
     N, mass = kernel.shape[0], kernel.mass
     q = {
-        n: diffusion(kernel, normalization=n, tol=1e-11, max_iter=200) for n in ("sinkhorn", "row", "symmetric", "none")
+        n: diffusion(kernel, normalization=n, tol=1e-11, solver=qattn.Solver(max_iter=200))
+        for n in ("sinkhorn", "row", "symmetric", "none")
     }
     Q = {n: operator.to_dense() for n, operator in q.items()}
     ones = torch.ones(N, dtype=torch.float64)
@@ -358,11 +359,11 @@ def test_gradients_through_the_normalisation():
 
     def smoothed(inside, sigma, signal):
         grid = torch.zeros(5, 12, dtype=torch.float64).index_put(tuple(places), inside)
-        return diffusion(VoxelKernel(grid, sigma, tol=EXACT), tol=1e-13, max_iter=200) @ signal
+        return diffusion(VoxelKernel(grid, sigma, tol=EXACT), tol=1e-13, solver=qattn.Solver(max_iter=200)) @ signal
 
     def potential(inside, sigma):
         grid = torch.sparse_coo_tensor(places, inside, (5, 12), check_invariants=True)
-        return sinkhorn(VoxelKernel(grid, sigma, tol=EXACT), tol=1e-13, max_iter=200).potential
+        return sinkhorn(VoxelKernel(grid, sigma, tol=EXACT), tol=1e-13, solver=qattn.Solver(max_iter=200)).potential
 
     assert gradcheck(smoothed, (inside, sigma, signal))
     assert gradcheck(potential, (inside, sigma))
@@ -392,8 +393,8 @@ def step(side, count):
     index = torch.randint(side, (3, count), generator=torch.Generator().manual_seed(0))
     mask = torch.sparse_coo_tensor(index, torch.ones(count, dtype=torch.bool), (side,) * 3, check_invariants=True)
     kernel = qattn.VoxelKernel(mask, 1.5)
-    q = qattn.diffusion(kernel, signal=torch.rand(kernel.shape[0], 4))
-    assert q.applied.isfinite().all() and q.error(rows=16) < 1e-3
+    smooth, q = qattn.diffuse(kernel, None, torch.rand(kernel.shape[0], 4))
+    assert smooth.isfinite().all() and q.kernel_error(num_rows=16) < 1e-3
     return kernel
 
 def peak():
@@ -427,7 +428,7 @@ def test_too_large_a_bandwidth_for_few_voxels_is_refused():
     index = torch.randint(1024, (3, 3000))
     mask = torch.sparse_coo_tensor(index, torch.ones(3000), (1024,) * 3, check_invariants=True)
     kernel = VoxelKernel(mask, 200.0)
-    with pytest.raises(ValueError, match=r"3000 voxels would need .* numbers.* Take `GaussianKernel\(kernel\.points"):
+    with pytest.raises(ValueError, match=r"3000 voxels would need .* numbers.* Use `GaussianKernel\(kernel\.points"):
         kernel.attend(torch.zeros(3000))
     line = VoxelKernel(torch.ones(1_000_000, dtype=torch.bool), 1e5)
     with pytest.raises(ValueError, match="1000000 voxels would need"):
@@ -460,10 +461,10 @@ ONES = torch.ones(3, 4)
         ((torch.ones(2, dtype=torch.complex64),), "should be real numbers; got complex64"),
         ((ONES, 0.0), "`sigma` should be positive and finite; got 0.0"),
         ((ONES, np.inf), "`sigma` should be positive and finite"),
-        ((ONES, [1.0, 2.0]), r"`sigma` should be one number; got shape \(2,\)\. Make a kernel for each bandwidth"),
+        ((ONES, [1.0, 2.0]), r"`sigma` should be one number; got shape \(2,\)\. Make one kernel per bandwidth"),
         ((ONES, 1.0, 0.0), "`spacing` should be positive and finite; got 0.0"),
         ((ONES, 1.0, [1.0, -1.0]), "`spacing` should be positive and finite"),
-        ((ONES, 1.0, [1.0, 1.0, 1.0]), r"one for each of the 2 axes of the grid; got \(3,\)"),
+        ((ONES, 1.0, [1.0, 1.0, 1.0]), r"one for each of the 2 axes of the grid; got shape \(3,\)"),
     ],
 )  # fmt: skip
 def test_wrong_input(arguments, message):

@@ -48,7 +48,7 @@ def geometric_graphs(sizes):
 
 def errors(kernel, mass, iteration):
     """The mean |Q1 − 1| at the start, and after each pass."""
-    result = qattn.sinkhorn(kernel, mass, tol=1e-5, max_iter=100, iteration=iteration, history=True)
+    result = qattn.sinkhorn(kernel, mass, tol=1e-5, solver=qattn.Solver(max_iter=100, iteration=iteration))
     return [float(error) for error in result.history]
 
 

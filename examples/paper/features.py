@@ -33,7 +33,7 @@ from tqdm import trange
 
 import qattn
 from qattn.nn import QDiffNet, tangent_gradients
-from qattn.pictures import figure, scatter, seen, towards_the_eye
+from qattn.pictures import camera_view, facing_normals, figure, scatter
 from qattn.shapes import CREATURE_PARTS, creature, creature_parts, posed
 from qattn.signatures import wave_kernel_signature
 
@@ -82,7 +82,7 @@ def cloud(seed, missing, options):
         points,
         torch.cat([home[kept, :2], home[kept, 2:].abs()], dim=1),
         qattn.mass.density(points, 2 * (AREA / options.points) ** 0.5),
-        tangent_gradients(points, neighbours=20),
+        tangent_gradients(points, num_neighbors=20),
         area,
         values,
         vectors,
@@ -109,7 +109,7 @@ def signatures(area, values, vectors):
     """Wave kernel signatures (N, C) of a shape, which are those of area 1, about 0."""
     total = area.sum()
     spectrum = qattn.Spectrum(values, vectors * total.sqrt(), torch.zeros_like(values), area / total)
-    return wave_kernel_signature(values, spectrum, count=INPUTS["WKS"]) - 1
+    return wave_kernel_signature(spectrum, num_energies=INPUTS["WKS"], frequencies=values) - 1
 
 
 def remains(home, points, missing, generator):
@@ -174,8 +174,10 @@ def spectral(inputs, blocks):
 
 
 def q_diffnet(inputs, blocks, *, gradient="tangent", has_masses=True):
-    sizes = {"num_scales": HEADS, "features": CHANNELS, "num_blocks": blocks, "hidden_layers": 1}
-    network = QDiffNet(INPUTS[inputs], 3, sigma=SIGMA, gradient=gradient, adjoint="detach", **sizes)
+    sizes = {"num_scales": HEADS, "channels_per_scale": CHANNELS, "num_blocks": blocks, "num_hidden_layers": 1}
+    network = QDiffNet(
+        INPUTS[inputs], 3, sigma_range=SIGMA, gradient=gradient, solver=qattn.Solver(adjoint="detach"), **sizes
+    )
 
     def call(cloud):
         gradients = cloud.gradients if gradient == "tangent" else None
@@ -240,14 +242,14 @@ def draw(tests, found, errors, options):
     low, high = torch.tensor([-1.1, -0.8, 0.0]), torch.tensor([1.1, 0.9, 0.35])
     for row, missing in zip(axes, ("nothing", "cut"), strict=True):
         cloud = tests[missing][shown]
-        view, _ = seen(cloud.points, cloud.points)
+        view, _ = camera_view(cloud.points, cloud.points)
         homes = {f"{MISSING[missing]}, truth": cloud.home}
         for name in COMPARED:
             home, error = (each[shown] for each in found["WKS", name][missing])
             homes[f"{name}, {error:.1f}%"] = home
         for axis, (title, home) in zip(row, homes.items(), strict=False):
             colours = (0.25 + 0.75 * (home - low) / (high - low)).clamp(0, 1)
-            scatter(axis, view, towards_the_eye(view), colours, 60_000 / options.points, title=title)
+            scatter(axis, view, facing_normals(view), colours, 60_000 / options.points, title=title)
     for axis, inputs in zip(axes[:, -1], INPUTS, strict=True):
         for side, name, colour in zip((-0.2, 0.2), COMPARED, ("C1", "C0"), strict=True):
             table = errors[inputs, name].numpy()  # (seeds, kinds)

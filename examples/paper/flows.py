@@ -17,8 +17,9 @@ import torch
 from claims import parsed, report
 from scipy.spatial import cKDTree
 
-from qattn.flows import chamfer_distance, energy_distance, flow
-from qattn.pictures import colour_map, figure
+from qattn.distances import chamfer_distance, energy_distance
+from qattn.flows import flow
+from qattn.pictures import colormap, figure
 
 NARROW, WIDE = 0.07, 0.2
 
@@ -73,7 +74,7 @@ def main():
     picture = figure(17, 8.9)
     picture.set_layout_engine("none")  # the curves' ticks would push the columns apart
     grid = picture.add_gridspec(3, 6, left=0.005, right=0.995, bottom=0.005, top=0.97, wspace=0.03, hspace=0.1)
-    colours = colour_map("rainbow", (source[:, 0] - source[:, 0].min()) / (source[:, 0].max() - source[:, 0].min()))
+    colours = colormap("rainbow", (source[:, 0] - source[:, 0].min()) / (source[:, 0].max() - source[:, 0].min()))
     draw(picture.add_subplot(grid[0, 0]), source, colours, target, "source and target")
     curves = picture.add_axes((0.705, 0.72, 0.285, 0.25))
     places = {
@@ -86,13 +87,13 @@ def main():
     styles = {"i": "0.4", "K": "C1", "Q": "C0"}
 
     every = max(1, options.steps // 100)
-    flow(source, target, NARROW, steps=1)  # compiles
+    flow(source, target, NARROW, num_steps=1)  # compiles
     table = {}
     print(f"{'':14} {'s a step':>9} {'steps to 1%':>12} {'Chamfer':>9} {'p = 1':>8} {'E':>9}", end="")
     print(f" {'farthest':>9} {'bare':>7}")
     for name, arguments in flows.items():
         start = time.perf_counter()
-        way = flow(source, target, step_size=options.step_size, steps=options.steps, every=every, **arguments)
+        way = flow(source, target, step_size=options.step_size, num_steps=options.steps, every=every, **arguments)
         seconds = (time.perf_counter() - start) / options.steps
         chamfer = chamfer_distance(way.positions, target)  # (T,)
         low = (chamfer < 0.01 * chamfer[0]).nonzero()

@@ -27,7 +27,7 @@ from sklearn.cluster import KMeans
 from torch import Tensor
 
 from qattn.geodesics import Hamiltonian, carry, from_stencil, match, shoot, stencil
-from qattn.pictures import colour_map, draw_mesh, figure
+from qattn.pictures import colormap, draw_mesh, figure
 from qattn.shapes import posed, sphere_mesh
 
 TIMES = (-0.5, 0.0, 0.5, 1.0, 1.5)
@@ -136,7 +136,7 @@ def draw(picture, results, source, target, faces):
         for axis, t in zip(row, TIMES, strict=False):
             vertices, triangles, now = drawn(name, found, faces, t)
             level = (0.5 + 0.5 * torch.log2(now / before)).clamp(0, 1)
-            draw_mesh(axis, vertices, triangles, colour_map("coolwarm", level), title=f"{name}, t = {t:g}")
+            draw_mesh(axis, vertices, triangles, colormap("coolwarm", level), title=f"{name}, t = {t:g}")
     # One frame for all, around what the diffusion shows: with the kernel some faces may fly away.
     frame = Bbox.union([axis.dataLim for axis in grid[1, :5]]).padded(0.05)
     for axis in grid[:, :5].flat:

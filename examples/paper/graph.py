@@ -40,7 +40,9 @@ def diffused(A, t):
     kernel = qattn.GraphKernel(A)  # D + A: the factor ½ is normalised out
     steps = {"input": dirac}
     for normalization in ("row", "symmetric", "sinkhorn"):
-        steps[normalization] = qattn.diffusion(kernel, normalization=normalization, tol=1e-13, max_iter=200) @ dirac
+        steps[normalization] = (
+            qattn.diffusion(kernel, normalization=normalization, tol=1e-13, solver=qattn.Solver(max_iter=200)) @ dirac
+        )
     laplacian = torch.diag(A.sum(1)) - A
     heat = qattn.diffusion(qattn.MatrixKernel(torch.matrix_exp(-t * laplacian)), tol=1e-13)  # nothing to normalise
     steps["spectral"] = qattn.eigsh(heat, 4).power(1, dirac)

@@ -26,7 +26,7 @@ from scipy.special import ive, spherical_jn
 from sklearn.mixture import GaussianMixture
 
 import qattn
-from qattn.pictures import draw_mesh, figure, scatter, seen, signed
+from qattn.pictures import camera_view, draw_mesh, figure, scatter, signed
 from qattn.sampling import in_volume, on_surface, voxelize_solid, voxelize_surface
 
 DIMS = {"surface": 2, "volume": 3}
@@ -149,7 +149,7 @@ def draw(axis, mesh, kernel, sites, vector):
         sites = (sites[:, None] + draws @ torch.linalg.cholesky(kernel.tensors[1].float()).mT).reshape(-1, 3)
         vector = vector.repeat_interleave(100)
     normals = torch.tensor(trimesh.Trimesh(*mesh, process=False).vertex_normals, dtype=torch.float32)
-    view, facing = seen(sites, normals[torch.from_numpy(cKDTree(vertices).query(sites)[1])])
+    view, facing = camera_view(sites, normals[torch.from_numpy(cKDTree(vertices).query(sites)[1])])
     kinds = {qattn.GaussianKernel: (20, "o"), qattn.MixtureKernel: (5, "o"), qattn.VoxelKernel: (48, "s")}
     scatter(axis, view, facing, signed(vector), *kinds[type(kernel)])
 

@@ -1,4 +1,4 @@
-"""Gaussian attention: one function, and one file a kernel that can compute it."""
+"""Gaussian attention: one function, and one file per backend that computes it."""
 
 from qattn.attention.api import attend
 from qattn.attention.score import Score, gaussian

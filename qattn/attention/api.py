@@ -1,22 +1,21 @@
-"""The one primitive everything is written on."""
+"""The public function of attention, the primitive on which everything else is built."""
 
-from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from qattn import _checks
+from qattn._broadcasting import broadcast_shapes
 from qattn._eager import eager
 from qattn.attended import Attended
-from qattn.attention.backend import Engine
-from qattn.attention.dispatch import select
-from qattn.attention.gradient import attend_differentiably
-from qattn.attention.inputs import Inputs
+from qattn.attention.batched import attend_batched
+from qattn.attention.dispatch import Dispatch
 from qattn.attention.score import Score, gaussian
 
-__all__ = ["attend", "attend_by"]
+__all__ = ["BackendName", "attend"]
 
-_FAR = 200.0  # a score from which on rounding in float32 may matter
+BackendName = Literal["auto", "native", "flash_attn", "sdpa", "xformers", "flex", "reference"]
 
 
 @eager
@@ -28,113 +27,100 @@ def attend(
     bias: Tensor | None = None,
     score: Score = gaussian,
     tol: float = 1e-3,
-    backend: str = "auto",
+    backend: BackendName = "auto",
 ) -> Attended:
-    r"""Gaussian attention: softmax averages of values with the scores :math:`s_{ij} = -\tfrac12\|q_i - k_j\|^2 + b_j`.
+    r"""Gaussian attention: softmax averages of values with the scores s_ij = −½‖q_i − k_j‖² + b_j.
 
     Equivalent to the following, in O(N + M) memory::
 
         scores = -0.5 * torch.cdist(query, key) ** 2 + bias[..., None, :]
         return Attended(scores.softmax(-1) @ value, scores.logsumexp(-1))
 
-    Differentiable to any order in `query`, `key`, `value` and `bias`, through both results and on every backend: the
-    backward pass is attention too. It takes the backend of the forward pass where that one takes its inputs, and
-    otherwise the one "auto" takes.
+    Both results are differentiable to any order in `query`, `key`, `value` and `bias`, on every backend, because the
+    backward pass is attention too. It uses the backend of the forward pass if that takes its inputs, else "auto".
 
     Args:
         query: Points of shape (*batch, N, D).
         key: Points of shape (*batch, M, D), in the dtype of `query`.
         value: Values of shape (*batch, M, C), in any floating dtype; None for the log-sum-exp alone.
         bias: Numbers of shape (*batch, M) added to the scores of each key; −inf leaves the key out.
-        score: Another score, a function of two tuples of coordinates; `reference` and `flex` take one.
-        tol: The largest error of lse that is acceptable. Backends that lift points into dot products refuse when their
-            rounding exceeds it.
-        backend: "auto", or a name of `qattn.backends()`, which is then used or refused, never replaced.
+        score: Another score, a function of two tuples of coordinates; taken by `reference` and `flex`.
+        tol: Largest acceptable error of lse. Backends that lift points into dot products do not take inputs for which
+            the rounding error exceeds it.
+        backend: "auto", or the name of a backend (see `qattn.backends()`), which is never replaced by another one.
 
     Returns:
         `out` (*batch, N, C) in the dtype of `value`, or None; `lse` (*batch, N) in float32, or float64 if any input is.
 
-    Example:
+    Raises:
+        NotImplementedError: If the backend does not take the inputs, or none does, with the reasons of each backend.
+
+    Examples:
         >>> points = torch.randn(1000, 3)
         >>> out, lse = attend(points / 0.1, points / 0.1, points)
         >>> out.shape, lse.shape
         (torch.Size([1000, 3]), torch.Size([1000]))
     """
-    return attend_by(lambda inputs: select(inputs, backend), query, key, value, bias=bias, score=score, tol=tol)
-
-
-@eager
-def attend_by(
-    engine: Callable[[Inputs], Engine],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    *,
-    bias: Tensor | None,
-    score: Score = gaussian,
-    tol: float,
-    sigma: Tensor | None = None,
-) -> Attended:
-    """As `attend`, by the engine that is chosen for the inputs once they have been checked and flattened.
-
-    With bandwidths `sigma`, of a shape that broadcasts to the batch, scores are those of differences by them.
-    """
-    batch = _checks.attention_arguments(query, key, value, bias, tol)
-    if value is not None and bias is not None:  # keys that are left out may hold anything, NaN too
+    batch = _checked_batch(query, key, value, bias, tol)
+    if value is not None and bias is not None:  # values of keys that are left out may be NaN
         value = torch.where((bias == -torch.inf)[..., None], 0, value)
-    N, M = query.shape[-2], key.shape[-2]
+    out, lse = attend_batched(Dispatch(backend), query, key, value, bias, score=score, tol=tol)
+    return Attended(out, lse.expand(*batch, -1))
 
-    def flat(tensor: Tensor | None, axes: int) -> Tensor | None:
-        if tensor is None:
-            return None
-        shape = tensor.shape[-axes:]
-        return tensor.expand(*batch, *shape).reshape(batch.numel(), *shape)
 
-    values = value if value is not None and value.shape[-1] > 0 else None
-    keys = flat(key, 2)
-    queries = keys if query is key else flat(query, 2)
-    bandwidths = None if sigma is None else sigma.expand(batch).reshape(-1)
-    inputs = Inputs(queries, keys, flat(values, 2), flat(bias, 1), score, tol, batch, bandwidths)  # type: ignore[arg-type]
-    chosen = engine(inputs)
-    if (N == 0 or M == 0 or batch.numel() == 0) and chosen.ranks.is_alone:
-        out, lse = None, query.new_full((*batch, N), -torch.inf, dtype=inputs.dtype)
-    else:
-        out, lse = attend_differentiably(inputs, chosen)
-        lse = lse.reshape(*batch, N)
+def _checked_batch(query: Tensor, key: Tensor, value: Tensor | None, bias: Tensor | None, tol: float) -> torch.Size:
+    """Check the arguments of `attend` and return their common batch shape."""
+    _checks.floating_tensor("query", query, 2, "(*batch, N, D)")
+    _checks.floating_tensor("key", key, 2, "(*batch, M, D)")
+    D, M = query.shape[-1], key.shape[-2]
+    if D == 0:
+        raise ValueError(f"`query` should have at least one coordinate; got shape {_checks.shape_of(query)}.")
+    if key.shape[-1] != D:
+        raise ValueError(
+            f"`key` should have as many coordinates as `query` {_checks.shape_of(query)}: shape (*batch, M, {D}); "
+            f"got {_checks.shape_of(key)}."
+        )
+    batches = {"query": query.shape[:-2], "key": key.shape[:-2]}
     if value is not None:
-        out = value.new_zeros(*batch, N, value.shape[-1]) if out is None else out.reshape(*batch, N, value.shape[-1])
-    if bias is not None and chosen.ranks.is_alone:  # kernels do not agree on what a row without any key gives
-        absent = (bias == -torch.inf).all(-1, keepdim=True).expand(*batch, N)
-        lse = torch.where(absent, -torch.inf, lse)
-        out = None if out is None else torch.where(absent[..., None], 0, out)
-    if inputs.dtype == torch.float64 or not chosen.ranks.is_alone:
-        return Attended(out, lse)
-    rows = _far_rows(query is key, bias, lse, tol)
-    if len(rows) == 0:
-        return Attended(out, lse)
-    # Their scores are so large that float32 does not tell one key from another.
-    tensors = (None if x is None else x.double() for x in (query[..., rows, :], key, value, bias, sigma))
-    exact_query, exact_key, exact_value, exact_bias, exact_sigma = tensors
-    assert exact_query is not None
-    assert exact_key is not None
-    exact = attend_by(
-        lambda some: select(some, "auto" if score is gaussian else "reference"),
-        exact_query, exact_key, exact_value, bias=exact_bias, score=score, tol=tol, sigma=exact_sigma,
-    )  # fmt: skip
-    lse = lse.index_copy(-1, rows, exact.lse.to(lse.dtype).expand(*batch, -1))
-    if out is not None and exact.out is not None:
-        out = out.index_copy(-2, rows, exact.out.to(out.dtype).expand(*batch, -1, -1))
-    return Attended(out, lse)
-
-
-def _far_rows(is_self: bool, bias: Tensor | None, lse: Tensor, tol: float) -> Tensor:
-    """The numbers of rows whose scores are too large for float32 to be right to `tol`.
-
-    Of a cloud that attends to itself, these can only be rows of points that are left out as keys.
-    """
-    has_absent = bias is not None and bool((bias == -torch.inf).any())
-    if (is_self and not has_absent) or not (lse > -torch.inf).any():
-        return torch.zeros(0, dtype=torch.long, device=lse.device)
-    top = 0.0 if bias is None else bias.amax(-1, keepdim=True)
-    far = (lse > -torch.inf) & (lse < top - max(_FAR, tol / (8 * torch.finfo(torch.float32).eps)))
-    return far.reshape(lse.shape[:-1].numel(), lse.shape[-1]).any(0).nonzero()[:, 0]
+        _checks.floating_tensor("value", value, 2, "(*batch, M, C)")
+        if value.shape[-2] != M:
+            raise ValueError(
+                f"`value` should have a row for each key of `key` {_checks.shape_of(key)}: shape (*batch, {M}, C); "
+                f"got {_checks.shape_of(value)}."
+            )
+        batches["value"] = value.shape[:-2]
+    if bias is not None:
+        _checks.floating_tensor("bias", bias, 1, "(*batch, M)")
+        if bias.shape[-1] != M:
+            raise ValueError(
+                f"`bias` should have a number for each key of `key` {_checks.shape_of(key)}: shape (*batch, {M}); "
+                f"got {_checks.shape_of(bias)}."
+            )
+        batches["bias"] = bias.shape[:-1]
+    try:
+        batch = broadcast_shapes(*batches.values())
+    except RuntimeError:
+        shapes = ", ".join(f"`{name}` {tuple(shape)}" for name, shape in batches.items())
+        raise ValueError(
+            f"The batch axes should broadcast to one shape; got {shapes}. Their sizes should be equal, or 1."
+        ) from None
+    for name, tensor in (("key", key), ("value", value), ("bias", bias)):
+        if tensor is not None and tensor.device != query.device:
+            raise ValueError(
+                f"`{name}` should be on the device of `query`, {query.device}; got {tensor.device}. "
+                f"Move it with `{name}.to(query.device)`."
+            )
+    if key.dtype != query.dtype:
+        got, expected = (str(t.dtype).removeprefix("torch.") for t in (key, query))
+        raise ValueError(
+            f"`key` should have the dtype of `query`, {expected}; got {got}. Convert it with `key.to(query.dtype)`."
+        )
+    if not tol > 0:
+        raise ValueError(f"`tol` should be positive, the largest acceptable error of lse; got {tol}.")
+    _checks.finite("query", query, "Drop those rows first.")
+    if key is not query:
+        remedy = "Drop those rows, or leave them out with a bias of −inf after setting their coordinates to 0."
+        _checks.finite("key", key, remedy)
+    if bias is not None and not (bias < torch.inf).all():  # false for NaN too
+        raise ValueError("`bias` should be finite, or −inf where a key is absent; some of its numbers are NaN or +inf.")
+    return batch

@@ -1,6 +1,11 @@
-"""Which backend serves: the first without a reason against it, in an order that stands here for all to see."""
+"""Backend selection: the first backend in `ORDER` that supports the inputs."""
 
-from qattn.attention.backend import Backend
+from dataclasses import replace
+
+from torch import Tensor
+
+from qattn.attended import Attended, Derivatives
+from qattn.attention.engine import Backend, Differentiating, Engine
 from qattn.attention.flash_attn import FlashAttn
 from qattn.attention.flex import Flex
 from qattn.attention.inputs import Inputs
@@ -8,15 +13,15 @@ from qattn.attention.native import Native
 from qattn.attention.reference import Reference
 from qattn.attention.sdpa import Sdpa
 from qattn.attention.xformers import Xformers
+from qattn.lift import Extent
 
-__all__ = ["BACKENDS", "ORDER", "select"]
+__all__ = ["BACKENDS", "ORDER", "Dispatch", "select"]
 
 BACKENDS: dict[str, Backend] = {
     backend.name: backend for backend in (Native(), FlashAttn(), Sdpa(), Xformers(), Flex(), Reference())
 }
 
-# What `backend="auto"` tries, by device. Compiled Flex is left to those who ask for it on a CPU: it compiles for
-# seconds a shape.
+# Backends that `backend="auto"` tries, by device. On CPUs flex is not among them: it compiles for seconds per shape.
 ORDER: dict[str, tuple[str, ...]] = {
     "cpu": ("native", "sdpa", "reference"),
     "cuda": ("flash_attn", "sdpa", "xformers", "flex", "reference"),
@@ -25,7 +30,11 @@ ORDER: dict[str, tuple[str, ...]] = {
 
 
 def select(inputs: Inputs, name: str) -> Backend:
-    """The backend called `name`, or for "auto" the first in `ORDER` that takes the inputs."""
+    """Return the backend called `name`, or for "auto" the first in `ORDER` that takes the inputs.
+
+    Raises:
+        NotImplementedError: If it does not take them, with the reasons of every backend.
+    """
     if name != "auto" and name not in BACKENDS:
         raise ValueError(f'`backend` should be "auto" or one of {", ".join(BACKENDS)}; got {name!r}.')
     candidates = ORDER.get(inputs.device.type, ORDER["other"]) if name == "auto" else (name,)
@@ -35,8 +44,55 @@ def select(inputs: Inputs, name: str) -> Backend:
     raise NotImplementedError(_message(inputs, name))
 
 
+class Dispatch(Engine, Differentiating):
+    """The engine that computes all pairs, with the backend that its inputs select.
+
+    Args:
+        name: A backend, or "auto".
+        is_strict: Whether a backend that does not take the inputs is an error. Otherwise "auto" serves.
+        is_prepared: Whether all inputs are of the same points, with biases that at most double. Backends are then
+            selected once for each kind of values, and a pass waits for nothing on the device.
+    """
+
+    def __init__(self, name: str = "auto", is_strict: bool = True, is_prepared: bool = False) -> None:
+        self._name, self._is_strict, self._is_prepared = name, is_strict, is_prepared
+        self._selected: dict[object, tuple[Backend, Extent]] = {}
+
+    def _backend(self, inputs: Inputs) -> Backend:
+        if not self._is_strict and self._name != "auto" and BACKENDS[self._name].not_supported_reasons(inputs):
+            return select(inputs, "auto")
+        return select(inputs, self._name)
+
+    def not_supported_reasons(self, inputs: Inputs) -> list[str]:
+        return []  # `attend` raises with those of all backends
+
+    def attend(self, inputs: Inputs) -> Attended:
+        if not self._is_prepared or inputs.device.type == "cpu":
+            return self._backend(inputs).attend(inputs)
+        kind = inputs.dtype, inputs.channels, None if inputs.value is None else inputs.value.dtype
+        if kind not in self._selected:
+            query, key, bias = inputs.extent
+            inputs = replace(inputs, known_extent=Extent(query, key, 2 * bias))
+            self._selected[kind] = self._backend(inputs), inputs.extent
+        backend, extent = self._selected[kind]
+        return backend.attend(replace(inputs, known_extent=extent))
+
+    @property
+    def for_gradients(self) -> "Dispatch":
+        return Dispatch(self._name, is_strict=False)
+
+    def can_differentiate(self, inputs: Inputs) -> bool:
+        backend = self._backend(inputs)
+        return isinstance(backend, Differentiating) and backend.can_differentiate(inputs)
+
+    def differentiate(self, inputs: Inputs, row: Tensor, column: Tensor, shift: Tensor) -> Derivatives:
+        backend = self._backend(inputs)
+        assert isinstance(backend, Differentiating)
+        return backend.differentiate(inputs, row, column, shift)
+
+
 def _message(inputs: Inputs, name: str) -> str:
-    """What came, and what each backend says to it."""
+    """Write a message with the inputs, and the reasons of every backend."""
     subject = "No attention backend takes" if name == "auto" else f'`backend="{name}"` does not take'
     width = max(map(len, BACKENDS)) + 1
     lines = [f"{subject} these inputs:", inputs.describe()]

@@ -1,7 +1,7 @@
-"""What the backends with dot-product kernels share: lifting the inputs for such a kernel, and reading its results.
+"""Shared code of backends with dot-product kernels: lift the inputs for such a kernel, and read its results.
 
-A kernel computes out = softmax(q̃ k̃ᵀ) ṽ and the lse of q̃ k̃ᵀ. It is given lifted points, in one piece or split into
-16-bit parts, padded to the widths it is fast at; its lse then lacks the row constant of the lift, and its values may
+A kernel computes out = softmax(q̃ k̃ᵀ) ṽ and the lse of q̃ k̃ᵀ. Its inputs are lifted points, whole or split into 16-bit
+parts, and padded to widths at which it is fast. Its lse then lacks the row constant of the lift, and its values may
 have been scaled into the range of float16.
 """
 
@@ -12,29 +12,29 @@ import torch
 from torch import Tensor
 
 from qattn.attended import Attended
-from qattn.attention.backend import Backend
+from qattn.attention.engine import Backend
 from qattn.attention.inputs import Inputs
 from qattn.lift import lift, pad, part_dtype, scale_values, split_columns, split_lift
 
 __all__ = ["DotProduct", "DotProductBackend", "prepare", "wants_sixteen_bits", "width"]
 
-# Unit roundoffs of lifted scores, relative to ½(‖q‖ + ‖k‖)² + |b|: of the products, of their sum, and of the row
+# Unit roundoffs of lifted scores, relative to ½(‖q‖ + ‖k‖)² + |b|. They cover the products, their sum, and the row
 # constant that is added to the lse.
 _UNIT = {torch.float64: 2.0**-52, torch.float32: 2.0**-23}
-# CUTLASS multiplies float32 as big·big + big·small + small·big, each part with 10 explicit bits, the big one truncated:
-# small·small is left out, up to 2⁻²⁰ |q||k| and always of the sign of the product, and small is rounded at 2⁻²².
+# CUTLASS multiplies float32 as big·big + big·small + small·big, each part with 10 explicit bits, the big one truncated.
+# It leaves out small·small, up to 2⁻²⁰ |q||k| and always of the sign of the product, and rounds small at 2⁻²².
 _UNIT_3XTF32 = 2.0**-20
-# The split lift of a 16-bit kernel: tensor cores truncate each partial sum to 24 bits, and coordinates have 22.
+# Split lift of a 16-bit kernel: tensor cores truncate each partial sum to 24 bits, and coordinates have 22.
 _UNIT_SPLIT = 2.0**-22
 
 
 def wants_sixteen_bits(inputs: Inputs) -> bool:
-    """Whether the values are 16-bit, or the points where there are none: then a 16-bit kernel loses nothing."""
+    """Return whether values, or points if there are no values, are 16-bit, so that a 16-bit kernel loses nothing."""
     return (inputs.query if inputs.value is None else inputs.value).dtype in (torch.float16, torch.bfloat16)
 
 
 def width(inputs: Inputs, *, split: bool, multiple: int) -> int:
-    """The common width of q̃, k̃ and ṽ."""
+    """Compute the common width of q̃, k̃ and ṽ, a multiple of `multiple`."""
     D = inputs.key.shape[-1]
     columns = split_columns(D, part_dtype(inputs.extent)) if split else D + 1
     return -(-max(columns, inputs.channels) // multiple) * multiple
@@ -45,22 +45,24 @@ class DotProductBackend(Backend):
 
     @abstractmethod
     def is_split(self, inputs: Inputs) -> bool:
-        """Whether these inputs go to a 16-bit kernel, by the split lift."""
+        """Return whether these inputs go to a 16-bit kernel, with the split lift."""
 
     def unit_roundoff(self, inputs: Inputs) -> float:
-        """The unit roundoff u of lifted scores, by kernel, device and dtype: lse is good to u (½(‖q‖ + ‖k‖)² + |b|)."""
+        """Return the unit roundoff u of lifted scores: the error of lse is about u (½(‖q‖ + ‖k‖)² + |b|)."""
         if self.is_split(inputs):
             return _UNIT_SPLIT
         if inputs.device.type == "cuda" and inputs.dtype == torch.float32:
-            # The memory-efficient kernel, here and in xformers, multiplies by tensor cores where they take float32.
+            # The memory-efficient kernel, in torch and in xformers, uses tensor cores where they take float32.
             has_tf32 = torch.cuda.get_device_capability(inputs.device) >= (8, 0)
             return _UNIT_3XTF32 if has_tf32 else _UNIT[torch.float32]
         return _UNIT[inputs.dtype]
 
     def reasons_of_lifting(self, inputs: Inputs) -> list[str]:
-        """Why lifted points cannot serve: another score, or more cancellation than was asked for."""
+        """Return reasons against lifting: a score that is not Gaussian, lists of blocks, or too much cancellation."""
         if not inputs.is_gaussian:
             return ["the score is not the Gaussian one, so not a dot product of lifted points"]
+        if inputs.blocks is not None:
+            return ["lists of blocks"]
         if (error := inputs.extent.rounding(self.unit_roundoff(inputs))) > inputs.tol:
             return [f"lifting would lose about {error:.1e} of lse to cancellation, more than tol = {inputs.tol:.1e}"]
         return []
@@ -68,12 +70,15 @@ class DotProductBackend(Backend):
 
 @dataclass(frozen=True)
 class DotProduct:
-    """Inputs for a dot-product kernel with scale 1.
+    """Inputs of a dot-product kernel with scale 1.
 
     Attributes:
+        inputs: Inputs before lifting.
         query: Shape (B, N, E).
         key: Shape (B, M, E).
-        value: Shape (B, M, E); the key, which is at hand, if only the lse is wanted.
+        value: Shape (B, M, E); the key itself if there are no values.
+        row: Row constants (B, N), to be added to the lse.
+        scale: Factors (B, 1, C) by which the averages are multiplied; None for 1.
     """
 
     inputs: Inputs
@@ -84,17 +89,23 @@ class DotProduct:
     scale: Tensor | None
 
     def attended(self, out: Tensor, lse: Tensor) -> Attended:
-        """Reads the kernel's out (B, N, ≥ C) and lse (B, ≥ N): some kernels pad the rows of lse."""
-        value = self.inputs.value
+        """Convert the kernel's out (B, N, ≥ C) and lse (B, ≥ N), whose rows some kernels pad, to attention."""
+        value, bias = self.inputs.value, self.inputs.bias
         lse = lse[:, : self.row.shape[1]].to(self.row.dtype) + self.row
+        # Kernels differ in what they return for a row without keys.
+        is_empty = None if bias is None else (bias == -torch.inf).all(-1, keepdim=True)
+        if is_empty is not None:
+            lse = torch.where(is_empty, -torch.inf, lse)
         if value is None:
             return Attended(None, lse)
         mean = out[..., : value.shape[-1]]
+        if is_empty is not None:
+            mean = torch.where(is_empty[..., None], 0, mean)
         return Attended((mean if self.scale is None else self.scale * mean).to(value.dtype), lse)
 
 
 def prepare(inputs: Inputs, *, split: bool, multiple: int) -> DotProduct:
-    """Lifts, in 16-bit parts if `split`, and pads to a multiple of `multiple`."""
+    """Lift the inputs, in 16-bit parts if `split`, and pad them to a multiple of `multiple`."""
     E = width(inputs, split=split, multiple=multiple)
     query, key = inputs.embedded
     bias = None if inputs.bias is None else inputs.bias.to(inputs.dtype)

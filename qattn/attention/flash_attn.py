@@ -1,7 +1,7 @@
-"""The `flash_attn` backend: the FlashAttention packages, by the split lift.
+"""The `flash_attn` backend: the FlashAttention packages, called with the split lift of the points.
 
-FlashAttention takes 16-bit numbers only. Points may be float32 all the same: the split lift hands them over in parts,
-and the lse is nearly as exact as in float32. Values must be 16-bit, because the kernel rounds the weights that multiply
+FlashAttention takes 16-bit numbers only. Points may still be float32: the split lift passes them in 16-bit parts, and
+the lse is nearly as exact as in float32. Values must be 16-bit, because the kernel rounds the weights that multiply
 them.
 """
 
@@ -9,7 +9,7 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,10 +23,17 @@ __all__ = ["FlashAttn"]
 
 
 class Package(NamedTuple):
-    """One FlashAttention package: where its `flash_attn_func` is, what it runs on, and how it is asked for the lse."""
+    """A FlashAttention package.
+
+    Attributes:
+        module: Module that holds its `flash_attn_func`.
+        capabilities: Major compute capabilities of the GPUs that it runs on.
+        max_width: Largest width of a head.
+        lse: Keyword arguments that make `flash_attn_func` return the lse.
+    """
 
     module: str
-    capabilities: tuple[int, ...]  # major compute capabilities
+    capabilities: tuple[int, ...]
     max_width: int
     lse: dict[str, bool]
 
@@ -38,38 +45,41 @@ PACKAGES = (  # newest first: FA4, FA3, FA2
 )
 
 
+FlashAttnFunc = Callable[..., tuple[Tensor, ...]]
+
+
 @functools.cache
-def _load(module: str) -> Callable[..., Any] | str:
-    """A module's `flash_attn_func`, or why there is none: one that is on the path may still not import."""
+def _load(module: str) -> FlashAttnFunc | str:
+    """Import the `flash_attn_func` of a module, or return why that failed: "" if the package is not installed."""
     if importlib.util.find_spec(module.split(".")[0]) is None:
         return ""
     try:
-        function: Callable[..., Any] = importlib.import_module(module).flash_attn_func
+        function: FlashAttnFunc = importlib.import_module(module).flash_attn_func
     except (ImportError, AttributeError, OSError) as error:
-        return f"{module} is there, but does not import ({type(error).__name__}: {error})"
+        return f"{module} is installed, but does not import ({type(error).__name__}: {error})"
     return function
 
 
 def installed() -> list[Package]:
-    """The FlashAttention packages that import here."""
+    """Return the FlashAttention packages that can be imported."""
     return [package for package in PACKAGES if not isinstance(_load(package.module), str)]
 
 
 def _why_not_installed() -> str:
-    broken = [why for package in PACKAGES if isinstance(why := _load(package.module), str) and why]
+    failures = [reason for package in PACKAGES if isinstance(reason := _load(package.module), str) and reason]
     return (
-        broken[-1]
-        if broken
+        failures[-1]
+        if failures
         else "no FlashAttention package is installed (`pip install flash-attn --no-build-isolation`)"
     )
 
 
 class FlashAttn(DotProductBackend):
-    """FA4, FA3 or FA2: the first that is installed and fits the GPU."""
+    """FA4, FA3 or FA2: the first package that is installed and supports the GPU."""
 
     name: ClassVar[str] = "flash_attn"
     tolerance: ClassVar[dict[torch.dtype, float]] = {
-        torch.float32: 5e-5,  # of lse, cancellation of ½(‖q‖ + ‖k‖)² ≤ 200; there is no float32 out
+        torch.float32: 5e-5,  # lse: cancellation of ½(‖q‖ + ‖k‖)² ≤ 200; out is never float32
         torch.float16: 2e-3,  # weights and values rounded to 11 bits
         torch.bfloat16: 2e-2,  # out rounded to 8 bits
     }
@@ -96,9 +106,9 @@ class FlashAttn(DotProductBackend):
                 names = ", ".join(package.module for package in packages)
                 reasons.append(f"{names} does not run on compute capability {major}.{minor}")
             elif (width := dot_product.width(inputs, split=True, multiple=8)) > (
-                most := max(p.max_width for p in fitting)
+                max_width := max(p.max_width for p in fitting)
             ):
-                reasons.append(f"lifted width {width} (takes up to {most})")
+                reasons.append(f"lifted width {width} (takes up to {max_width})")
         return reasons + self.reasons_of_lifting(inputs)
 
     def is_split(self, inputs: Inputs) -> bool:
@@ -113,9 +123,9 @@ class FlashAttn(DotProductBackend):
         return attend_with(package, function, inputs)
 
 
-def attend_with(package: Package, flash_attn_func: Callable[..., Any], inputs: Inputs) -> Attended:
-    """Attention by a package's function, in its layout (B, N, heads = 1, E) with lse (B, 1, N)."""
-    given = dot_product.prepare(inputs, split=True, multiple=8)
-    layout: list[Tensor] = [x[:, :, None] for x in (given.query, given.key, given.value)]
+def attend_with(package: Package, flash_attn_func: FlashAttnFunc, inputs: Inputs) -> Attended:
+    """Attend with the function of a package, in its layout (B, N, heads = 1, E) with lse (B, 1, N)."""
+    lifted = dot_product.prepare(inputs, split=True, multiple=8)
+    layout = [x[:, :, None] for x in (lifted.query, lifted.key, lifted.value)]
     out, lse, *_ = flash_attn_func(*layout, softmax_scale=1.0, **package.lse)
-    return given.attended(out[:, :, 0], lse[:, 0])
+    return lifted.attended(out[:, :, 0], lse[:, 0])

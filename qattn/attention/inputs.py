@@ -1,7 +1,8 @@
-"""What a backend is given: checked tensors with one batch axis, and what was asked for."""
+"""Arguments of one attention: tensors with one batch axis, and the required accuracy."""
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,32 +10,46 @@ from torch import Tensor
 from qattn.attention.score import Score, gaussian
 from qattn.lift import Extent, extent
 
-__all__ = ["Inputs"]
+__all__ = ["BlockLists", "Inputs"]
+
+
+class BlockLists(NamedTuple):
+    """Blocks of keys that each block of queries attends to: blocks[b, i, : counts[b, i]]."""
+
+    counts: Tensor  # (B, rows) int32
+    blocks: Tensor  # (B, rows, width) int32
+    size: int  # points per block
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The arguments of `attend`, broadcast and flattened to one batch axis.
+    """Arguments of an engine, broadcast and flattened to one batch axis.
 
     Attributes:
         query: Shape (B, N, D).
-        key: Shape (B, M, D).
+        key: Shape (B, M, D); the same object as `query` for clouds that attend to themselves.
         value: Shape (B, M, C), or None for lse alone. Its dtype may differ from the query's.
-        bias: Shape (B, M), added to the scores of each key; −inf leaves the key out.
+        bias: Shape (B, M), added to the scores of each key; −inf leaves the key out. None for 0.
+        sigma: Bandwidths (B,), for scores s((q − k) / σ, 0); None for s(q, k).
         score: The score of one query and one key.
-        tol: The largest error of lse that is acceptable.
-        batch: The shape the batch axis had.
-        sigma: Bandwidths (B,), for scores s((q − k) / σ) of differences; None for s(q, k) itself.
+        tol: Largest acceptable error of lse.
+        all_rows: Whether the rows of points that are left out as keys must be right, if clouds attend to themselves.
+        blocks: Blocks of keys to attend to; None for all.
+        batch: Shape that the batch axis had, which messages show.
+        known_extent: Sizes of coordinates and biases, if they are known; None to measure them.
     """
 
     query: Tensor
     key: Tensor
-    value: Tensor | None
-    bias: Tensor | None
-    score: Score
-    tol: float
-    batch: torch.Size
+    value: Tensor | None = None
+    bias: Tensor | None = None
     sigma: Tensor | None = None
+    score: Score = gaussian
+    tol: float = 1e-3
+    all_rows: bool = True
+    blocks: BlockLists | None = None
+    batch: torch.Size | None = None
+    known_extent: Extent | None = None
 
     @property
     def device(self) -> torch.device:
@@ -42,14 +57,18 @@ class Inputs:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What scores are computed in: float32, or float64 if anything is."""
+        """Dtype of the scores: float64 if the points or the values are, else float32."""
         dtype = torch.promote_types(self.query.dtype, torch.float32)
         return dtype if self.value is None else torch.promote_types(dtype, self.value.dtype)
 
     @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Tensors with respect to which attention is differentiable: query, key, value, bias and sigma."""
+        return self.query, self.key, self.value, self.bias, self.sigma
+
+    @property
     def needs_gradients(self) -> bool:
-        tensors = self.query, self.key, self.value, self.bias, self.sigma
-        return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+        return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in self.tensors)
 
     @property
     def is_gaussian(self) -> bool:
@@ -59,9 +78,14 @@ class Inputs:
     def channels(self) -> int:
         return 0 if self.value is None else self.value.shape[-1]
 
+    @property
+    def biases(self) -> Tensor:
+        """Bias (B, M), 0 if there is none."""
+        return self.key.new_zeros(self.key.shape[:2]) if self.bias is None else self.bias
+
     @cached_property
     def origin(self) -> Tensor:
-        """The mean of the keys by their weights e^b, (B, 1, D), without gradient: near the points that matter."""
+        """Mean of the keys weighted by e^b, (B, 1, D), without gradient."""
         key = self.key.detach().to(self.dtype)
         if self.bias is None:
             return key.double().mean(1, keepdim=True).to(key)
@@ -71,7 +95,7 @@ class Inputs:
 
     @cached_property
     def embedded(self) -> tuple[Tensor, Tensor]:
-        """Queries and keys about the origin, in units of the bandwidth; keys that are absent lie at the origin."""
+        """Queries and keys relative to the origin, in units of the bandwidth; absent keys are moved to the origin."""
         query, key = (x.detach().to(self.dtype) - self.origin for x in (self.query, self.key))
         if self.bias is not None:
             key = torch.where((self.bias == -torch.inf)[..., None], 0, key)
@@ -80,17 +104,17 @@ class Inputs:
 
     @cached_property
     def extent(self) -> Extent:
-        """How large the coordinates and biases are: what decides the rounding of a lift."""
-        return extent(*self.embedded, self.bias)
+        """Sizes of coordinates and biases, which decide the rounding of a lift."""
+        return extent(*self.embedded, self.bias) if self.known_extent is None else self.known_extent
 
     def describe(self) -> str:
-        """One aligned line a tensor, for messages."""
-        rows = []
-        for name in ("query", "key", "value", "bias"):
-            tensor: Tensor | None = getattr(self, name)
-            if tensor is not None:
-                shape = tuple(self.batch) + tuple(tensor.shape[1:])
-                rows.append((name, str(shape), str(tensor.dtype).removeprefix("torch."), str(tensor.device)))
+        """Write one aligned line per tensor, for messages."""
+        batch = self.query.shape[:1] if self.batch is None else self.batch
+        rows = [
+            (name, str((*batch, *x.shape[1:])), str(x.dtype).removeprefix("torch."), str(x.device))
+            for name, x in zip(("query", "key", "value", "bias", "sigma"), self.tensors, strict=True)
+            if x is not None
+        ]
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
         lines = [
             "    " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows

@@ -1,7 +1,7 @@
 """Scores: functions of one query and one key, written coordinate by coordinate.
 
 A score takes two tuples of coordinates, (q_1, …, q_D) and (k_1, …, k_D), and returns s(q, k) elementwise. The same
-function then serves whole blocks of pairs in plain torch and single pairs inside a compiled kernel.
+function serves blocks of pairs in plain torch and single pairs inside a compiled kernel.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ Score = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
 
 
 def gaussian(query: Sequence[Tensor], key: Sequence[Tensor]) -> Tensor:
-    """−½‖q − k‖², by differences: nothing cancels however far the points are from the origin."""
+    """Compute −½‖q − k‖² from differences: nothing cancels, however far the points are from the origin."""
     score = (query[0] - key[0]) ** 2
     for q, k in zip(query[1:], key[1:], strict=True):
         score = score + (q - k) ** 2
@@ -22,7 +22,7 @@ def gaussian(query: Sequence[Tensor], key: Sequence[Tensor]) -> Tensor:
 
 
 def pair_score(score: Score, query: Sequence[Tensor], key: Sequence[Tensor], sigma: Tensor | None) -> Tensor:
-    """s(q, k), or s((q − k) / σ) with a bandwidth: differences first, as points far from the origin would round."""
+    """Compute s(q, k), or s((q − k) / σ, 0) with a bandwidth: differences come first, as scaling would round points."""
     if sigma is None:
         return score(query, key)
     return score([(q - k) / sigma for q, k in zip(query, key, strict=True)], [0.0] * len(query))  # type: ignore[list-item]

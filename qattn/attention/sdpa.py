@@ -1,8 +1,9 @@
-"""The `sdpa` backend: the fused kernels inside torch, called where they still return their log-sum-exp.
+"""The `sdpa` backend: the fused kernels of torch, called below the public function, where they return the lse.
 
-`F.scaled_dot_product_attention` drops the lse and, for widths that differ, silently computes the N × N matrix on a
-CPU. The operators beneath it do neither: CPU flash (float32, float64), CUDA memory-efficient (float32) and CUDA flash
-(16 bits, by the split lift). A device that has the public function alone gets its lse from a sink key.
+`F.scaled_dot_product_attention` drops the lse and, for queries and values of different widths, silently computes the
+N × N matrix on a CPU. The operators beneath it do neither: CPU flash (float32, float64), CUDA memory-efficient
+(float32) and CUDA flash (16 bits, with the split lift). On devices that only have the public function, the lse follows
+from a sink key (`softmax_only`).
 """
 
 from typing import ClassVar
@@ -15,14 +16,14 @@ from qattn.attended import Attended
 from qattn.attention import dot_product
 from qattn.attention.dot_product import DotProductBackend
 from qattn.attention.inputs import Inputs
-from qattn.attention.sink import attend_with_sink
+from qattn.attention.softmax_only import attend_with_sink
 from qattn.lift import lift_full, pad
 
 __all__ = ["Sdpa"]
 
 
 class Sdpa(DotProductBackend):
-    """Lifted scores in torch's own kernels, all in the layout (B, heads = 1, N, E)."""
+    """Lifted scores in the kernels of torch, all in the layout (B, heads = 1, N, E)."""
 
     name: ClassVar[str] = "sdpa"
     tolerance: ClassVar[dict[torch.dtype, float]] = {
@@ -63,34 +64,34 @@ def _takes_flash(inputs: Inputs) -> bool:
 
 
 def _cpu_flash(inputs: Inputs) -> Attended:
-    # q, k and v must be equally wide; its matrix products are fast at multiples of 16.
-    given = dot_product.prepare(inputs, split=False, multiple=16)
+    # q, k and v must have one width; the matrix products are fast at multiples of 16.
+    lifted = dot_product.prepare(inputs, split=False, multiple=16)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        given.query[:, None], given.key[:, None], given.value[:, None], scale=1.0
+        lifted.query[:, None], lifted.key[:, None], lifted.value[:, None], scale=1.0
     )
-    return given.attended(out[:, 0], lse[:, 0])
+    return lifted.attended(out[:, 0], lse[:, 0])
 
 
 def _cuda_efficient(inputs: Inputs) -> Attended:
-    given = dot_product.prepare(inputs, split=False, multiple=8)
-    # There is no lse-only mode, but values may be narrower than keys: four channels are the least.
-    value = given.value[..., : -(-max(inputs.channels, 4) // 4) * 4]
+    lifted = dot_product.prepare(inputs, split=False, multiple=8)
+    # The kernel has no mode for lse alone, but values may be narrower than keys: four channels at the least.
+    value = lifted.value[..., : -(-max(inputs.channels, 4) // 4) * 4]
     out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-        given.query[:, None], given.key[:, None], value[:, None], None, True, scale=1.0
+        lifted.query[:, None], lifted.key[:, None], value[:, None], None, True, scale=1.0
     )
-    return given.attended(out[:, 0], lse[:, 0])
+    return lifted.attended(out[:, 0], lse[:, 0])
 
 
 def _cuda_flash(inputs: Inputs) -> Attended:
-    given = dot_product.prepare(inputs, split=True, multiple=8)
+    lifted = dot_product.prepare(inputs, split=True, multiple=8)
     out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-        given.query[:, None], given.key[:, None], given.value[:, None], scale=1.0
+        lifted.query[:, None], lifted.key[:, None], lifted.value[:, None], scale=1.0
     )
-    return given.attended(out[:, 0], lse[:, 0])
+    return lifted.attended(out[:, 0], lse[:, 0])
 
 
 def _public(inputs: Inputs) -> Attended:
-    """The documented function alone: the sink is one more key, and its score one more coordinate of the query."""
+    """Attend with the public function: the sink is one more key, and its score one more coordinate of the query."""
     bias = None if inputs.bias is None else inputs.bias.to(inputs.dtype)
     query, key = lift_full(*inputs.embedded, bias)
     _, M, E = key.shape  # E = D + 2
@@ -99,7 +100,7 @@ def _public(inputs: Inputs) -> Attended:
 
     def average(sink: Tensor, value: Tensor) -> Tensor:
         lifted = torch.cat([query, sink[..., None]], dim=-1)  # (B, N, D + 3)
-        width = max(lifted.shape[-1], value.shape[-1])  # unequal widths would take the N × N path on a CPU
+        width = max(lifted.shape[-1], value.shape[-1])  # with different widths a CPU computes the N × N matrix
         q, k, v = (pad(x, width)[:, None] for x in (lifted, key, value))
         out = scaled_dot_product_attention(q, k, v, scale=1.0)
         return out[:, 0, :, : value.shape[-1]]

@@ -1,6 +1,6 @@
-"""The `xformers` backend: memory-efficient attention with its lse, from `xformers` or from `mslk`, where it moved.
+"""The `xformers` backend: memory-efficient attention with its lse, from `xformers` or its successor `mslk`.
 
-float32 goes through the plain lift, 16-bit values through the split one.
+Inputs of float32 use the plain lift, and 16-bit values the split lift.
 """
 
 import functools
@@ -21,19 +21,19 @@ __all__ = ["Xformers"]
 
 @functools.cache
 def _load() -> ModuleType | str:
-    """The `fmha` module, or why there is none."""
-    broken = []
+    """Import the `fmha` module, or return why that failed."""
+    failures = []
     for package, module in (("mslk", "mslk.attention.fmha"), ("xformers", "xformers.ops.fmha")):
         if importlib.util.find_spec(package) is not None:
             try:
                 return importlib.import_module(module)
             except (ImportError, OSError) as error:
-                broken.append(f"{module} is there, but does not import ({type(error).__name__}: {error})")
-    return "; ".join(broken) or "xformers is not installed (`pip install xformers`)"
+                failures.append(f"{module} is installed, but does not import ({type(error).__name__}: {error})")
+    return "; ".join(failures) or "xformers is not installed (`pip install xformers`)"
 
 
 class Xformers(DotProductBackend):
-    """`memory_efficient_attention_forward_requires_grad`: the entry point that returns the lse in every dtype."""
+    """`memory_efficient_attention_forward_requires_grad`, the entry point that returns the lse in every dtype."""
 
     name: ClassVar[str] = "xformers"
     tolerance: ClassVar[dict[torch.dtype, float]] = {
@@ -70,8 +70,8 @@ class Xformers(DotProductBackend):
 
 
 def attend_with(fmha: ModuleType, inputs: Inputs) -> Attended:
-    """Attention by an `fmha` module, in its layout (B, N, heads = 1, E) with lse (B, 1, ≥ N)."""
-    given = dot_product.prepare(inputs, split=dot_product.wants_sixteen_bits(inputs), multiple=8)
-    layout = [x[:, :, None] for x in (given.query, given.key, given.value)]
+    """Attend with an `fmha` module, in its layout (B, N, heads = 1, E) with lse (B, 1, ≥ N)."""
+    lifted = dot_product.prepare(inputs, split=dot_product.wants_sixteen_bits(inputs), multiple=8)
+    layout = [x[:, :, None] for x in (lifted.query, lifted.key, lifted.value)]
     out, lse = fmha.memory_efficient_attention_forward_requires_grad(*layout, scale=1.0)
-    return given.attended(out[:, :, 0], lse[:, 0])
+    return lifted.attended(out[:, :, 0], lse[:, 0])

@@ -1,4 +1,4 @@
-"""`qattn bench`."""
+"""The command `qattn bench`."""
 
 import math
 import time
@@ -12,84 +12,80 @@ from rich.table import Table
 from torch import Tensor
 
 from qattn import _checks
-from qattn.cli.reading import ABOUT_FILE, read_cloud
-from qattn.cli.sigma import ABOUT_SIGMA, bandwidth
-from qattn.cli.speaking import counted, one_sentence
+from qattn.cli.arguments import FILE_HELP, SIGMA_HELP, parse_sigma, read_cloud
+from qattn.cli.command import counted
 from qattn.io import Cloud
 from qattn.kernels import GaussianKernel
-from qattn.operators import diffusion
+from qattn.operators.diffusion import diffuse
 from qattn.shapes import creature
 
 __all__ = ["bench"]
 
 _SIGMAS = ["3x", "2%", "10%"]
-_CHANNELS = 8
-_PASSES = 6  # of a method that may be left out: about what normalising and applying take
-_BUDGET = 1.0  # seconds in which a measurement is repeated, and the best taken
+_NUM_CHANNELS = 8
+_NUM_PASSES = 6  # about what normalizing and applying take, to predict the seconds of a method
+_BUDGET = 1.0  # seconds for which a measurement is repeated; the best counts
 
 
 def bench(
     file: Annotated[
-        Path | None, typer.Argument(metavar="FILE", help=f"{ABOUT_FILE} Without one, a generated surface.")
+        Path | None, typer.Argument(metavar="FILE", help=f"{FILE_HELP} Default: a generated surface.")
     ] = None,
-    points: Annotated[int, typer.Option(metavar="N", help="How many points the generated surface has.")] = 100_000,
-    sigma: Annotated[
-        list[str], typer.Option(metavar="SIGMA", help=f"{ABOUT_SIGMA} May be given repeatedly.")
-    ] = _SIGMAS,
+    points: Annotated[int, typer.Option(metavar="N", help="Number of points of the generated surface.")] = 100_000,
+    sigma: Annotated[list[str], typer.Option(metavar="SIGMA", help=f"{SIGMA_HELP} Repeatable.")] = _SIGMAS,
     limit: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Leave a method out that should take more seconds.")
+        float, typer.Option(metavar="SECONDS", help="Skip methods that are expected to take longer.")
     ] = 60.0,
 ) -> None:
-    """Compare the methods on this machine: how long each takes to diffuse a cloud, and how exact it is.
+    """Compare the speed and accuracy of the methods of the Gaussian kernel on this machine.
 
-    Seconds are those of building, normalising and applying to 8 channels; errors those of row sums against all pairs,
-    on 256 random rows. What `method="auto"` takes is marked. The kernel is that of the points, also of splats.
+    Seconds are for building, normalizing and applying the operator to 8 channels. Errors are those of 256 random row
+    sums against all pairs. The method that `method="auto"` selects is marked. Splats are taken as points.
     """
-    with one_sentence():
-        _checks.positive("--limit", limit)
-        _checks.integer("--points", points, 1000)
-        cloud = Cloud(creature(points)[0].double().numpy()) if file is None else read_cloud(file)
-        lengths = [bandwidth(text, cloud) for text in sigma]
-        places = torch.from_numpy(cloud.points)
-        mass = None if cloud.mass is None else torch.from_numpy(cloud.mass)
-        signal = torch.randn(len(places), _CHANNELS, generator=torch.Generator().manual_seed(0))
-        table = Table("σ", "method", "seconds", "against auto", "error", "remark")
-        for column in (0, 2, 3, 4):
-            table.columns[column].justify = "right"
-        with Console(stderr=True).status("compiling") as status:
-            for method in ("exact", "tiles", "fourier"):
-                diffusion(places[:500], lengths[-1], method=method, signal=signal[:500])
-            for length in lengths:
-                status.update(f"σ = {length:.4g}")
-                for row in _rows(places, length, mass, signal, limit):
-                    table.add_row(*row)
-                table.add_section()
-        threads = counted(torch.get_num_threads(), "thread")
-        typer.echo(f"{counted(len(places), 'point')}, {threads}, torch {torch.__version__}")
-        Console().print(table)
+    _checks.positive("--limit", limit)
+    _checks.integer("--points", points, 1000)
+    cloud = Cloud(creature(points)[0].double().numpy()) if file is None else read_cloud(file)
+    lengths = [parse_sigma(text, cloud) for text in sigma]
+    x = torch.from_numpy(cloud.points)
+    mass = None if cloud.mass is None else torch.from_numpy(cloud.mass)
+    signal = torch.randn(len(x), _NUM_CHANNELS, generator=torch.Generator().manual_seed(0))
+    table = Table("σ", "method", "seconds", "relative to auto", "error", "remark")
+    for column in (0, 2, 3, 4):
+        table.columns[column].justify = "right"
+    with Console(stderr=True).status("compiling") as status:
+        for method in ("exact", "tiles", "fourier"):
+            diffuse(x[:500], lengths[-1], signal[:500], method=method)
+        for length in lengths:
+            status.update(f"σ = {length:.4g}")
+            for row in _rows(x, length, mass, signal, limit):
+                table.add_row(*row)
+            table.add_section()
+    threads = counted(torch.get_num_threads(), "thread")
+    typer.echo(f"{counted(len(x), 'point')}, {threads}, torch {torch.__version__}")
+    Console().print(table)
 
 
 def _rows(points: Tensor, sigma: float, mass: Tensor | None, signal: Tensor, limit: float) -> list[list[str]]:
-    """What "auto" takes first, which the others are compared to."""
+    """Measure all methods; the one that "auto" selects comes first, and the others are compared with it."""
     (choice,) = GaussianKernel(points, sigma).choices
-    rows, first = [], 0.0
+    rows, auto_seconds = [], 0.0
     for method in sorted(choice.notes, key=lambda name: name != choice.method):
         mark = " ← auto" if method == choice.method else ""
-        expected = _PASSES * choice.seconds.get(method, math.inf)
-        if not mark and expected > limit:
-            rows.append([f"{sigma:.4g}", method, "", "", "", f"left out: {choice.notes[method]}"])
+        if not mark and _NUM_PASSES * choice.seconds.get(method, math.inf) > limit:
+            rows.append([f"{sigma:.4g}", method, "", "", "", f"skipped: {choice.notes[method]}"])
             continue
-        took, error = _measured(points, sigma, method, mass, signal)
-        first = first or took
-        rows.append([f"{sigma:.4g}", method + mark, f"{took:.2f}", f"{took / first:.2g}×", f"{error:.0e}", ""])
+        seconds, error = _measure(points, sigma, method, mass, signal)
+        auto_seconds = auto_seconds or seconds
+        ratio = f"{seconds / auto_seconds:.2g}×"
+        rows.append([f"{sigma:.4g}", method + mark, f"{seconds:.2f}", ratio, f"{error:.0e}", ""])
     return rows
 
 
-def _measured(points: Tensor, sigma: float, method: str, mass: Tensor | None, signal: Tensor) -> tuple[float, float]:
-    """Seconds and error."""
+def _measure(points: Tensor, sigma: float, method: str, mass: Tensor | None, signal: Tensor) -> tuple[float, float]:
+    """Return seconds and error of a method."""
     best, end = math.inf, time.perf_counter() + _BUDGET
     while best == math.inf or time.perf_counter() < end:
         start = time.perf_counter()
-        q = diffusion(points, sigma, mass, method=method, signal=signal)
+        _, q = diffuse(points, sigma, signal, mass, method=method)
         best = min(best, time.perf_counter() - start)
-    return best, float(q.error())
+    return best, float(q.kernel_error())

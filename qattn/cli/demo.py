@@ -1,4 +1,4 @@
-"""`qattn demo`."""
+"""The command `qattn demo`."""
 
 import time
 from collections.abc import Callable
@@ -12,28 +12,27 @@ from rich.table import Table
 from torch import Tensor
 
 from qattn import _checks, io
-from qattn.cli.speaking import one_sentence
-from qattn.io.writing import can_write
+from qattn.io.writing import check_target
 from qattn.kernels import GaussianKernel
-from qattn.operators import Diffusion, diffusion
+from qattn.operators.diffusion import Diffusion, diffuse
 from qattn.pictures import figure, heat, render, show, signed
 from qattn.shapes import creature
-from qattn.spectral import eigsh
+from qattn.spectra import eigsh
 
 __all__ = ["demo"]
 
 T = TypeVar("T")
 
-_FEW, _FEW_SIGMA = 20_000, 0.05  # of which modes are computed
+_NUM_COARSE, _COARSE_SIGMA = 20_000, 0.05  # the cloud whose modes are computed
 _SIGMAS = 0.01, 0.1  # of the large cloud: by tiles and by FFTs
-_MODES, _SHOWN = 16, (2, 4, 8, 13)
+_NUM_MODES, _SHOWN_MODES = 16, (2, 4, 8, 13)
 
 
 class _Row(NamedTuple):
-    """What was done, and how well."""
+    """A row of the printed table."""
 
-    what: str
-    points: int
+    task: str
+    num_points: int
     sigma: float
     method: str
     seconds: float
@@ -41,67 +40,67 @@ class _Row(NamedTuple):
 
 
 def demo(
-    out: Annotated[Path, typer.Option("--output", "-o", metavar="PNG", help="The picture.")] = Path("demo.png"),
-    points: Annotated[int, typer.Option(metavar="N", help="How many points the large cloud has.")] = 1_000_000,
+    out: Annotated[Path, typer.Option("--output", "-o", metavar="PNG", help="Output file: .png.")] = Path("demo.png"),
+    points: Annotated[int, typer.Option(metavar="N", help="Number of points of the large cloud.")] = 1_000_000,
 ) -> None:
-    """Diffuse noise on a million points, compute the modes of a shape, print figures and draw a picture.
+    """Diffuse noise on a million points, compute the modes of a shape, and draw the results.
 
-    Seconds are those of building, normalising and applying, or of all eigenpairs. Errors are those of row sums against
-    all pairs, on 256 random rows, or the largest residual of an eigenpair. The first run compiles, before clocks start.
+    Prints seconds and errors. Seconds are for building, normalizing and applying an operator, or for all eigenpairs,
+    after compilation. Errors are those of 256 random row sums against all pairs, or the largest residual of an
+    eigenpair.
     """
     from tqdm import tqdm
 
-    shown = tqdm(desc="spreading points", total=8, disable=None, leave=False, bar_format="{l_bar}{bar}| {elapsed}")
-    with one_sentence(), shown as bar:
+    start = time.perf_counter()
+    check_target(out, (".png",))
+    _checks.integer("--points", points, 1000)
+    picture = figure(15, 5.6)  # first, so that a missing library is reported at once
+    axes = picture.subplots(2, 4).flat
+    with tqdm(desc="sampling", total=8, disable=None, leave=False, bar_format="{l_bar}{bar}| {elapsed}") as bar:
 
-        def step(what: str) -> None:
-            """What comes next; what came before is done."""
+        def begin(task: str) -> None:
             bar.update()
-            bar.set_description(what)
+            bar.set_description(task)
 
-        can_write(out, (".png",))
-        picture = figure(15, 5.6)  # here, so that a missing library is known at once
-        axes = picture.subplots(2, 4).flat
-        start = time.perf_counter()
-        places, normals = creature(_checks.integer("--points", points, 1000))
-        few = creature(min(_FEW, points), seed=1)[0]
+        def draw(colors: Tensor, title: str) -> None:
+            show(next(axes), render(fine, normals, colors, width), title)
+
+        fine, normals = creature(points)
+        coarse = creature(min(_NUM_COARSE, points), seed=1)[0]
         noise = torch.randn(points, 3, generator=torch.Generator().manual_seed(0))
-        width = min(800, int(0.7 * points**0.5))  # so that no gaps are seen between points
-
-        def draw(colours: Tensor, title: str) -> None:
-            show(next(axes), render(places, normals, colours, width), title)
-
-        step("compiling")
+        width = min(800, int(0.7 * points**0.5))  # no gaps between points
+        begin("compiling")
         for method in ("exact", "tiles", "fourier"):
-            diffusion(few[:500], 0.3, method=method, signal=few[:500])
-        draw(_spread(noise), f"noise on {points:,} points")
+            diffuse(coarse[:500], 0.3, coarse[:500], method=method)
+        draw(_as_colors(noise), f"noise on {points:,} points")
         rows = []
         for sigma in _SIGMAS:
-            step(f"{points:,} points, σ = {sigma:g}")
-            row, q = _diffused(places, sigma, noise)
+            begin(f"{points:,} points, σ = {sigma:g}")
+            row, smooth, _ = _diffuse(fine, sigma, noise)
             rows.append(row)
-            draw(_spread(q.applied), f"diffused, σ = {sigma:g}")
+            draw(_as_colors(smooth), f"diffused, σ = {sigma:g}")
 
-        step(f"{len(few):,} points")
-        row, q = _diffused(few, _FEW_SIGMA, noise[: len(few)])
+        begin(f"{len(coarse):,} points")
+        row, _, q = _diffuse(coarse, _COARSE_SIGMA, noise[: len(coarse)])
         rows.append(row)
-        step(f"{_MODES} modes")
-        spectrum, took = _timed(lambda: eigsh(q, _MODES))
-        rows.append(row._replace(what=f"{_MODES} modes", seconds=took, error=float(spectrum.residuals.amax())))
-        step(f"modes at {points:,} points")
-        dirac = torch.zeros(len(few))
-        dirac[few[:, 0].argmax()] = len(few)
+        begin(f"{_NUM_MODES} modes")
+        spectrum, seconds = _timed(lambda: eigsh(q, _NUM_MODES))
+        error = float(spectrum.residuals.amax())
+        rows.append(row._replace(task=f"{_NUM_MODES} modes", seconds=seconds, error=error))
+        begin(f"modes at {points:,} points")
+        dirac = torch.zeros(len(coarse))
+        dirac[coarse[:, 0].argmax()] = len(coarse)
         columns = torch.column_stack([q.power(20, dirac), spectrum.vectors / spectrum.values])
-        there, took = _timed(lambda: q.extend(places) @ columns)
-        rows.append(_Row("their extension", points, _FEW_SIGMA, "", took, None))
-        step("drawing")
-        draw(heat(there[:, 0]), "a Dirac on the nose, 20 steps of Q")
-        for mode in _SHOWN:
-            draw(signed(there[:, mode]), f"mode {mode} of Q")
-        with io.replacing(out) as file:
+        extended, seconds = _timed(lambda: q.extend(fine) @ columns)
+        rows.append(_Row("extended modes", points, _COARSE_SIGMA, "", seconds, None))
+        begin("drawing")
+        draw(heat(extended[:, 0]), "Dirac on the nose, 20 steps of Q")
+        for mode in _SHOWN_MODES:
+            draw(signed(extended[:, mode]), f"mode {mode} of Q")
+        with io.atomic_write(out) as file:
             picture.savefig(file, format="png", dpi=110)
-    _print(rows)
-    typer.echo(f"{out}: written, {time.perf_counter() - start:.0f} s in all")
+    _print_table(rows)
+    typer.echo(f"{out}: written, {time.perf_counter() - start:.0f} s in total")
 
 
 def _timed(run: Callable[[], T]) -> tuple[T, float]:
@@ -109,25 +108,25 @@ def _timed(run: Callable[[], T]) -> tuple[T, float]:
     return run(), time.perf_counter() - start
 
 
-def _diffused(points: Tensor, sigma: float, signal: Tensor) -> tuple[_Row, Diffusion]:
+def _diffuse(points: Tensor, sigma: float, signal: Tensor) -> tuple[_Row, Tensor, Diffusion]:
     start = time.perf_counter()
     kernel = GaussianKernel(points, sigma)
-    q = diffusion(kernel, signal=signal)
-    took = time.perf_counter() - start
-    return _Row("diffusion", len(points), sigma, str(kernel.method), took, float(q.error())), q
+    smooth, q = diffuse(kernel, None, signal)
+    seconds = time.perf_counter() - start
+    return _Row("diffusion", len(points), sigma, str(kernel.method), seconds, float(q.kernel_error())), smooth, q
 
 
-def _spread(signal: Tensor) -> Tensor:
-    """Three channels as colours, about grey."""
-    centred = signal - signal.mean(0)
-    return 0.5 + centred / (5 * centred.std(0))
+def _as_colors(signal: Tensor) -> Tensor:
+    """Convert three channels (N, 3) to colors around gray."""
+    centered = signal - signal.mean(0)
+    return 0.5 + centered / (5 * centered.std(0))
 
 
-def _print(rows: list[_Row]) -> None:
-    table = Table("", *("points", "σ", "method", "seconds", "error"))
+def _print_table(rows: list[_Row]) -> None:
+    table = Table("task", "points", "σ", "method", "seconds", "error")
     for column in (1, 2, 4, 5):
         table.columns[column].justify = "right"
     for row in rows:
         error = "" if row.error is None else f"{row.error:.0e}"
-        table.add_row(row.what, f"{row.points:,}", f"{row.sigma:g}", row.method, f"{row.seconds:.2f}", error)
+        table.add_row(row.task, f"{row.num_points:,}", f"{row.sigma:g}", row.method, f"{row.seconds:.2f}", error)
     Console().print(table)

@@ -1,7 +1,6 @@
-"""Clouds that lie on several ranks of `torch.distributed`, each with a shard of the points."""
+"""Point clouds that are sharded over the ranks of a `torch.distributed` process group."""
 
+from qattn.distributed.exchange import compact, gather, shard
 from qattn.distributed.group import Group
-from qattn.distributed.kernel import ShardedGaussian
-from qattn.distributed.shards import compact, gather, shard
 
-__all__ = ["Group", "ShardedGaussian", "compact", "gather", "shard"]
+__all__ = ["Group", "compact", "gather", "shard"]

@@ -1,7 +1,7 @@
-"""Whether all ranks ask for the same: hashes of what each of them asks for, compared before they compute together.
+"""Check that all ranks call the same function with the same options, from hashes that they exchange first.
 
-Ranks that differ in a tolerance or in a number of channels would run out of step: one waits for a message that nobody
-sends, or takes one message for another. A short message of a fixed length, sent first, finds that out.
+Ranks with different tolerances or numbers of channels would get out of step: one would wait for a message that is never
+sent, or mistake one message for another. A short message of fixed length, sent first, detects that.
 """
 
 import hashlib
@@ -11,18 +11,18 @@ from typing import NamedTuple
 
 __all__ = ["LENGTH", "Request", "disagreement"]
 
-LENGTH = 16  # of the hashes of a request: of the call, and of up to 15 options
-_MOST_CHARACTERS = 60  # of a value that a message shows
+LENGTH = 16  # hashes per request: one of the call, and up to 15 of options
+_MAX_CHARACTERS = 60  # shown of a value in a message
 
 
 class Request(NamedTuple):
-    """A function that a rank has called, and its options as text, by the names that messages give them."""
+    """A function that a rank calls, and its options as text, by the names that messages give them."""
 
     call: str
     options: Mapping[str, str]
 
     def hashes(self) -> list[int]:
-        """`LENGTH` integers that are the same for equal requests, whatever the process."""
+        """Compute `LENGTH` integers that are the same for equal requests in all processes."""
         texts = [self.call, *(f"{name} {value}" for name, value in self.options.items())]
         hashes = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts]
         return [int.from_bytes(h, "big", signed=True) for h in hashes] + [0] * (LENGTH - len(hashes))
@@ -36,7 +36,7 @@ class Request(NamedTuple):
 
 
 def disagreement(requests: Sequence[Request]) -> str:
-    """Which options differ, and on which ranks; the requests are in the order of the ranks."""
+    """Write a message that names the options that differ, for one request per rank."""
     calls = [f"`{request.call}`" for request in requests]
     if len(set(calls)) > 1:
         return f"All ranks should call the same functions in the same order; got {_by_ranks(calls)}."
@@ -49,10 +49,10 @@ def disagreement(requests: Sequence[Request]) -> str:
 
 
 def _by_ranks(values: Sequence[str]) -> str:
-    """Each value, and the ranks that gave it."""
+    """List each value with the ranks that have it."""
     parts = []
     for value in dict.fromkeys(values):
         ranks = [str(rank) for rank, other in enumerate(values) if other == value]
-        shown = value if len(value) <= _MOST_CHARACTERS else f"{value[:_MOST_CHARACTERS]}…"
+        shown = value if len(value) <= _MAX_CHARACTERS else f"{value[:_MAX_CHARACTERS]}…"
         parts.append(f"{shown} on rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}")
     return " and ".join(parts)

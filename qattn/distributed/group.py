@@ -1,38 +1,42 @@
-"""A process group as qattn uses it: a few collectives, counted, whose failure says what to do.
+"""Process groups, with the few collectives that qattn uses, and counts of the bytes that they send.
 
-All ranks run the same code: every collective of one is a collective of all, in the same order, in the backward pass
-too. What decides about collectives is therefore computed from numbers that all of them have, such as sums over ranks.
+All ranks run the same code: every collective is called by all ranks in the same order, also in the backward pass.
+Decisions about collectives therefore depend only on numbers that all ranks have, such as sums over ranks.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from qattn._types import ArrayLike, like_input
 from qattn.distributed.agreement import Request, disagreement
-from qattn.ranks import Ranks
+from qattn.ranks import ALONE, Ranks
 
-__all__ = ["Group", "pack", "unpack"]
+__all__ = ["Group", "GroupLike", "pack", "unpack"]
+
+GroupLike: TypeAlias = "dist.ProcessGroup | Ranks | Literal['world'] | None"
+"""A process group, "world" for all processes, or None for points that are all in this process."""
 
 
 class Group(Ranks):
     """The ranks of a process group, each with a shard of the sites.
 
     Args:
-        group: A process group; None for that of all processes.
+        group: Process group; None for all processes.
 
     Attributes:
-        sent: The bytes that this rank has sent: those of messages as they are, and those of collectives as if by rings,
-            2(R − 1)/R times the data for a sum and R − 1 times for a gathering.
+        sent: Number of bytes that this rank has sent. Collectives count as if they were rings: 2(R − 1)/R times the
+            data for a sum, and R − 1 times the data for a gather.
     """
 
-    def __init__(self, group: Any = None) -> None:
+    def __init__(self, group: "dist.ProcessGroup | None" = None) -> None:
         if not (dist.is_available() and dist.is_initialized()):
             raise ValueError(
-                "A sharded cloud needs a process group, and there is none. Call "
+                "A sharded cloud needs a process group, but none is initialized. Call "
                 "`torch.distributed.init_process_group()` first, in a program started by `torchrun`."
             )
         self.group = group
@@ -55,25 +59,25 @@ class Group(Ranks):
         return _Sum.apply(x, self)
 
     def maximum(self, x: Tensor) -> Tensor:
-        return self._reduced(x, dist.ReduceOp.MAX, "comparing")
+        return self._reduced(x, dist.ReduceOp.MAX, "a maximum")
 
-    def _reduced(self, x: Tensor, operation: Any, doing: str) -> Tensor:
+    def _reduced(self, x: Tensor, operation: Any, task: str) -> Tensor:
         x = x.detach().clone(memory_format=torch.contiguous_format)
         if x.numel() == 0:  # on all ranks
             return x
         self.sent += 2 * (self.size - 1) * x.nbytes // self.size
-        with self._in_touch(doing):
+        with self._explaining_failure(task):
             dist.all_reduce(x, operation, group=self.group)
         return x
 
     def gathered(self, x: Tensor) -> list[Tensor]:
-        """The tensors x of all ranks, of one shape."""
+        """Gather the tensors x of all ranks, which have one shape."""
         x = x.detach().contiguous()
-        found = [torch.empty_like(x) for _ in range(self.size)]
+        tensors = [torch.empty_like(x) for _ in range(self.size)]
         self.sent += (self.size - 1) * x.nbytes
-        with self._in_touch("gathering"):
-            dist.all_gather(found, x, group=self.group)
-        return found
+        with self._explaining_failure("a gather"):
+            dist.all_gather(tensors, x, group=self.group)
+        return tensors
 
     def joined(self, x: Tensor) -> list[Tensor]:
         lengths = [int(n) for n in self.gathered(torch.tensor([len(x)], device=x.device))]
@@ -88,60 +92,98 @@ class Group(Ranks):
         hashes = self.gathered(torch.tensor(request.hashes(), device=device))
         if all(torch.equal(other, hashes[0]) for other in hashes):
             return
-        # All ranks have come to this, as they have the same hashes.
+        # All ranks get here, as they compare the same hashes.
         texts = self.joined(torch.tensor(list(request.to_json()), dtype=torch.uint8, device=device))
         raise ValueError(disagreement([Request.from_json(bytes(text.tolist())) for text in texts]))
 
-    def begin_exchange(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> list[Any]:
-        """Begins to send tensors to ranks, and to fill others from ranks; empty ones are not sent."""
+    @staticmethod
+    def of(group: GroupLike, points: Any = None) -> Ranks:
+        """Return the ranks of a `group` argument; if it is None, those of points that are a DTensor, or `ALONE`."""
+        if isinstance(group, Ranks):
+            return group
+        if group is None:
+            return Group(points.device_mesh.get_group()) if hasattr(points, "device_mesh") else ALONE
+        return Group(None if isinstance(group, str) and group == "world" else group)
+
+    def local_part(self, name: str, array: Any, axis: int) -> ArrayLike:
+        if not hasattr(array, "to_local"):
+            return array
+        axis = max(0, array.ndim + axis)
+        if array.device_mesh.ndim != 1 or not array.placements[0].is_shard(axis):
+            raise ValueError(
+                f"`{name}` should be sharded along its points over a mesh with one axis; got {array.placements}. Use "
+                f"`{name}.redistribute(placements=[Shard({axis})])`."
+            )
+        return array.to_local()
+
+    def like(self, result: Tensor, given: Any) -> Any:
+        if not hasattr(given, "to_local"):
+            return like_input(result, given)
+        from torch.distributed.tensor import DTensor, Shard  # here, because importing it takes a while
+
+        axis = max(0, result.ndim - 2)
+        N = given.shape[max(0, given.ndim - 2)]
+        layout = torch.empty(*result.shape[:axis], N, *result.shape[axis + 1 :], device="meta")
+        return DTensor.from_local(
+            result, given.device_mesh, [Shard(axis)], run_check=False, shape=layout.shape, stride=layout.stride()
+        )
+
+    def check_alone(self, name: str) -> None:
+        raise ValueError(
+            f"`{name}` needs all sites in one process, but this kernel is sharded over several. Gather the points and "
+            "make a `GaussianKernel` of them without `group`."
+        )
+
+    def begin_exchange(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> "list[dist.Work]":
+        """Start to send tensors to ranks and to receive tensors from ranks, by their numbers; skip empty ones."""
         operations = [dist.P2POp(dist.isend, x, group=self.group, group_peer=r) for r, x in outgoing.items() if len(x)]
         operations += [dist.P2POp(dist.irecv, x, group=self.group, group_peer=r) for r, x in incoming.items() if len(x)]
         self.sent += sum(x.nbytes for x in outgoing.values())
-        with self._in_touch("exchanging points"):
+        with self._explaining_failure("an exchange of points"):
             return dist.batch_isend_irecv(operations) if operations else []
 
-    def end_exchange(self, works: Sequence[Any]) -> None:
-        """Waits until what was begun is done."""
-        with self._in_touch("exchanging points"):
+    def end_exchange(self, works: "Sequence[dist.Work]") -> None:
+        """Wait for the end of an exchange."""
+        with self._explaining_failure("an exchange of points"):
             for work in works:
                 work.wait()
 
     @contextmanager
-    def _in_touch(self, doing: str) -> Iterator[None]:
+    def _explaining_failure(self, task: str) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
             raise RuntimeError(
-                f"Rank {self.rank} of {self.size} lost touch with the others while {doing}: one of them has died, or "
-                "has not answered within the timeout of the process group. Start all ranks again; given a potential "
-                f"that was saved as `init=`, normalising goes on from there. ({str(error).splitlines()[0]})"
+                f"Rank {self.rank} of {self.size} lost the connection to the others during {task}: one of them has "
+                "failed, or did not answer within the timeout of the process group. Start all ranks again; with a "
+                f"saved potential as `init=`, normalization continues from there. ({str(error).splitlines()[0]})"
             ) from error
 
 
 class _Sum(torch.autograd.Function):
-    """Σ x over the ranks. What follows on each of them depends on all, so cotangents are summed too."""
+    """Σ x over the ranks. Results of all ranks depend on the sum, so their cotangents are summed too."""
 
     @staticmethod
     def forward(x: Tensor, group: Group) -> Tensor:
-        return group._reduced(x, dist.ReduceOp.SUM, "adding up")
+        return group._reduced(x, dist.ReduceOp.SUM, "a sum")
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Group], output: Tensor) -> None:
         ctx.group = inputs[1]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Any, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return _Sum.apply(grads[0], ctx.group), None
 
 
 def pack(*tensors: Tensor) -> Tensor:
-    """Tensors (n, w) of any dtypes side by side as bytes, (n, w'): one message instead of several."""
+    """Pack tensors (n, w) of any dtypes into one tensor of bytes (n, w'), to send one message instead of several."""
     return torch.cat([x.contiguous().view(torch.uint8) for x in tensors], dim=-1)
 
 
 def unpack(packed: Tensor, widths: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-    """The tensors (n, w) that were packed."""
+    """Undo `pack`, for tensors (n, w) of these widths and dtypes."""
     sizes = [width * dtype.itemsize for width, dtype in zip(widths, dtypes, strict=True)]
-    # Copied even if contiguous, as a single row is, whatever its stride, which has to be a multiple of the new dtype.
+    # Always copied: a single row counts as contiguous whatever its stride, and `view` needs a multiple of the dtype.
     columns = [column.clone(memory_format=torch.contiguous_format) for column in packed.split(sizes, dim=-1)]
     return [column.view(dtype) for column, dtype in zip(columns, dtypes, strict=True)]

@@ -1,26 +1,21 @@
-"""Reads OBJ files: one list of vertices, whatever objects, groups and materials their faces are sorted into."""
+"""OBJ files: one list of vertices, regardless of the objects, groups and materials of the faces."""
 
 import re
 import warnings
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from qattn.io.building import PartlyReadWarning, cloud_of
-from qattn.io.cloud import Cloud
-from qattn.io.limits import RefusedError
-from qattn.io.polygons import fan
+from qattn.io.cloud import Cloud, cloud_from_arrays
+from qattn.io.errors import PartlyReadWarning, RefusedError
+from qattn.io.polygons import fan_triangles
 
 __all__ = ["read_obj"]
 
-Array = NDArray[Any]
-
 
 def read_obj(data: bytes, limit: int) -> Cloud:
-    """Reads the lines `v` and `f`; `limit` is met by what the file itself takes.
+    """Read the lines `v` and `f`; the size of the file bounds the memory.
 
-    Normals and texture coordinates, which would cut vertices at seams, are no part of the shape.
+    Normals and texture coordinates are ignored: they would split vertices at seams.
     """
     text = re.sub(r"\\\r?\n", " ", data.decode("utf-8", "replace"))
     vertices: list[list[str]] = []
@@ -41,19 +36,20 @@ def read_obj(data: bytes, limit: int) -> Cloud:
     if width < max(map(len, vertices)):
         warnings.warn("colors that only some vertices have are left out.", PartlyReadWarning, stacklevel=2)
     table = np.array([words[:width] for words in vertices], np.float64)
-    return cloud_of(table[:, :3], fan(np.array(corners, np.int64), np.array(counts, np.int64)), _colors(table))
+    faces = fan_triangles(np.array(corners, np.int64), np.array(counts, np.int64))
+    return cloud_from_arrays(table[:, :3], faces, _colors(table))
 
 
-def _corner(word: str, count: int) -> int:
-    """The vertex of a corner as `7/1/3`, from 0; negative numbers count back from the last vertex so far."""
+def _corner(word: str, num_vertices: int) -> int:
+    """Return the index from 0 of a corner such as `7/1/3`; negative numbers count back from the last vertex so far."""
     number = int(word.partition("/")[0])
-    if number == 0 or number < -count:
+    if number == 0 or number < -num_vertices:
         raise ValueError(f"a face has a corner {number}, and vertices are counted from 1")
-    return number - 1 if number > 0 else count + number
+    return number - 1 if number > 0 else num_vertices + number
 
 
-def _colors(table: Array) -> dict[str, Array]:
-    """Colors behind the coordinates, as bytes if they are fractions."""
+def _colors(table: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the colors behind the coordinates, as bytes if they are fractions."""
     if table.shape[1] < 6:
         return {}
     colors = table[:, -3:]

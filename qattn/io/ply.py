@@ -1,134 +1,97 @@
-"""Reads PLY files: text or binary, polygons of any size, strips of triangles, all properties of the vertices.
+"""PLY files: text or binary, polygons of any size, triangle strips, all vertex properties.
 
-Nothing is allocated before the file is known to hold it, whatever numbers its header has.
+Nothing is allocated before the file is known to hold it, regardless of the counts in its header. Files are written here
+too, because trimesh rounds coordinates to float32, which loses small differences far from the origin.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import BinaryIO
 
 import numpy as np
-from numpy.typing import NDArray
 
-from qattn.io.building import cloud_of
-from qattn.io.cloud import Cloud
-from qattn.io.limits import RefusedError
-from qattn.io.polygons import fan, strip
+from qattn.io.cloud import Cloud, cloud_from_arrays
+from qattn.io.errors import RefusedError
+from qattn.io.polygons import fan_triangles, strip_triangles
 
-__all__ = ["read_ply"]
+__all__ = ["read_ply", "write_ply"]
 
-Array = NDArray[Any]
-
-_KINDS = {
-    "char": "i1",
-    "int8": "i1",
-    "uchar": "u1",
-    "uint8": "u1",
-    "short": "i2",
-    "int16": "i2",
-    "ushort": "u2",
-    "uint16": "u2",
-    "int": "i4",
-    "int32": "i4",
-    "uint": "u4",
-    "uint32": "u4",
-    "int64": "i8",
-    "uint64": "u8",
-    "float": "f4",
-    "float32": "f4",
-    "double": "f8",
-    "float64": "f8",
+_TYPE_NAMES = {
+    "i1": "char",
+    "u1": "uchar",
+    "i2": "short",
+    "u2": "ushort",
+    "i4": "int",
+    "u4": "uint",
+    "f4": "float",
+    "f8": "double",
 }
-_ORDERS = {"ascii": "=", "binary_little_endian": "<", "binary_big_endian": ">"}
-_CORNERS = ("vertex_index", "vertex_indices")
+# Some programs write NumPy's names (int8, float32) instead.
+_DTYPES = {name: dtype for dtype, name in _TYPE_NAMES.items()}
+_DTYPES |= {np.dtype(dtype).name: dtype for dtype in (*_TYPE_NAMES, "i8", "u8")}
+_BYTE_ORDERS = {"ascii": "=", "binary_little_endian": "<", "binary_big_endian": ">"}
+_CORNER_NAMES = ("vertex_index", "vertex_indices")
 
 
 @dataclass(frozen=True)
 class _Property:
     name: str
-    kind: str  # of its numbers
-    count_kind: str | None  # of the length of a list; None for a single number
+    dtype: str
+    count_dtype: str | None  # of the length of a list; None for a single number
 
 
 @dataclass(frozen=True)
 class _Element:
     name: str
-    length: int
+    num_rows: int
     properties: list[_Property] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class _Lists:
-    """Lists of numbers, one after the other."""
+    """Lists of numbers of different lengths, one after the other."""
 
-    flat: Array
-    counts: Array
-
-
-class _Source(Protocol):
-    """The content behind the header, read from front to back."""
-
-    position: int
-
-    def take(self, kind: str, count: int) -> Array:
-        """The next numbers; ValueError if there are fewer."""
-
-    def columns(self, layout: list[tuple[str, int]], length: int) -> list[Array] | None:
-        """The next `length` rows of the same layout, (kind, count) of each column; None if there are fewer."""
+    flat: np.ndarray
+    counts: np.ndarray
 
 
-class _Text:
-    def __init__(self, data: bytes) -> None:
-        self._numbers = np.array([float(word) for word in data.split()])
+class _Content:
+    """The numbers behind the header, read in sequence; those of a text are stored as float64."""
+
+    def __init__(self, data: bytes, form: str) -> None:
+        self._is_text, self._order = form == "ascii", _BYTE_ORDERS[form]
+        self._data = np.array([float(word) for word in data.split()]).view(np.uint8) if self._is_text else data
         self.position = 0
 
-    def take(self, kind: str, count: int) -> Array:
-        end = self.position + count
-        if end > len(self._numbers) or count < 0:
-            raise ValueError
-        values = self._numbers[self.position : end].astype(kind)
-        self.position = end
-        return values
-
-    def columns(self, layout: list[tuple[str, int]], length: int) -> list[Array] | None:
-        counts = [count for _, count in layout]
-        end = self.position + length * sum(counts)
-        if end > len(self._numbers):
-            return None
-        rows = self._numbers[self.position : end].reshape(length, -1)
-        self.position = end
-        columns = np.split(rows, np.cumsum(counts)[:-1], axis=1)
-        return [column.astype(kind) for column, (kind, _) in zip(columns, layout, strict=True)]
-
-
-class _Binary:
-    def __init__(self, data: bytes) -> None:
-        self._data, self.position = data, 0
-
-    def take(self, kind: str, count: int) -> Array:
-        end = self.position + count * np.dtype(kind).itemsize
+    def take(self, dtype: str, count: int) -> np.ndarray:
+        """Read the next numbers; ValueError if fewer are left."""
+        stored = np.dtype(self._stored(dtype))
+        end = self.position + count * stored.itemsize
         if end > len(self._data) or count < 0:
             raise ValueError
-        values: Array = np.frombuffer(self._data, kind, count, self.position)
+        values = np.frombuffer(self._data, stored, count, self.position)
         self.position = end
-        return values
+        return values.astype(dtype, copy=False)
 
-    def columns(self, layout: list[tuple[str, int]], length: int) -> list[Array] | None:
-        size = sum(np.dtype(kind).itemsize * count for kind, count in layout)
-        end = self.position + length * size
+    def columns(self, layout: list[tuple[str, int]], num_rows: int) -> list[np.ndarray] | None:
+        """Read rows of one layout, a pair (dtype, count) per column, as (num_rows, count) each; None if too few."""
+        row = np.dtype([(str(n), self._stored(dtype), (count,)) for n, (dtype, count) in enumerate(layout)])
+        end = self.position + num_rows * row.itemsize
         if end > len(self._data):
             return None
-        row = np.dtype([(str(n), kind, (count,)) for n, (kind, count) in enumerate(layout)])
-        rows = np.frombuffer(self._data, row, length, self.position)
+        rows = np.frombuffer(self._data, row, num_rows, self.position)
         self.position = end
-        return [rows[str(n)] for n in range(len(layout))]
+        return [rows[str(n)].astype(dtype, copy=False) for n, (dtype, _) in enumerate(layout)]
+
+    def _stored(self, dtype: str) -> str:
+        return "f8" if self._is_text else self._order + dtype
 
 
 def read_ply(data: bytes, limit: int) -> Cloud:
-    """Reads a cloud, a mesh or splats; `limit` is met by what the file itself takes."""
+    """Read a cloud, a mesh or splats; the size of the file bounds the memory."""
     form, elements, start = _header(data)
-    source: _Source = _Text(data[start:]) if form == "ascii" else _Binary(data[start:])
-    tables = {element.name: _table(source, element) for element in elements if element.length}
+    content = _Content(data[start:], form)
+    tables = {element.name: _table(content, element) for element in elements if element.num_rows}
     columns = {name: _attribute(name, values) for name, values in tables.get("vertex", {}).items()}
     if not columns:
         raise RefusedError("it holds no points.")
@@ -136,11 +99,11 @@ def read_ply(data: bytes, limit: int) -> Cloud:
         raise RefusedError(f"its vertices should have x, y and z; they have {', '.join(columns)}.")
     x = np.column_stack([columns.pop(axis) for axis in "xyz"])
     faces = [_triangles(tables[name], name) for name in ("face", "tristrips") if name in tables]
-    return cloud_of(x, np.concatenate(faces) if faces else None, columns)
+    return cloud_from_arrays(x, np.concatenate(faces) if faces else None, columns)
 
 
 def _header(data: bytes) -> tuple[str, list[_Element], int]:
-    """Format, elements and where the content starts."""
+    """Parse the header: format, elements, and the position of the content."""
     newline = next((mark for mark in (b"\r\n", b"\n", b"\r") if data.startswith(b"ply" + mark)), None)
     end = -1 if newline is None else data.find(b"end_header")
     if newline is None or end < 0:
@@ -150,92 +113,82 @@ def _header(data: bytes) -> tuple[str, list[_Element], int]:
         match line.split():
             case ["format", form, _]:
                 pass
-            case ["element", name, length]:
-                elements.append(_Element(name, int(length)))
-            case ["property", "list", count_kind, kind, name]:
-                elements[-1].properties.append(_Property(name, _KINDS[kind], _KINDS[count_kind]))
-            case ["property", kind, name]:
-                elements[-1].properties.append(_Property(name, _KINDS[kind], None))
+            case ["element", name, num_rows]:
+                elements.append(_Element(name, int(num_rows)))
+            case ["property", "list", count_type, type_name, name]:
+                elements[-1].properties.append(_Property(name, _DTYPES[type_name], _DTYPES[count_type]))
+            case ["property", type_name, name]:
+                elements[-1].properties.append(_Property(name, _DTYPES[type_name], None))
             case [word, *_] if word not in ("comment", "obj_info"):
                 raise ValueError(f"the header has a line `{line}`")
-    if form not in _ORDERS:
-        raise ValueError(f"the format should be one of {', '.join(_ORDERS)}; it is {form or 'missing'}")
+    if form not in _BYTE_ORDERS:
+        raise ValueError(f"the format should be one of {', '.join(_BYTE_ORDERS)}; it is {form or 'missing'}")
     for element in elements:
-        if element.length < 0 or (element.length and not element.properties):
-            raise ValueError(f"the element `{element.name}` has {element.length} rows without properties")
-    order = _ORDERS[form]
-    return form, [_ordered(element, order) for element in elements], end + len(b"end_header") + len(newline)
+        if element.num_rows < 0 or (element.num_rows and not element.properties):
+            raise ValueError(f"the element `{element.name}` has {element.num_rows} rows without properties")
+    return form, elements, end + len(b"end_header") + len(newline)
 
 
-def _ordered(element: _Element, order: str) -> _Element:
-    """The element with the byte order of the file in its kinds."""
-    properties = [
-        _Property(p.name, order + p.kind, None if p.count_kind is None else order + p.count_kind)
-        for p in element.properties
-    ]
-    return _Element(element.name, element.length, properties)
-
-
-def _table(source: _Source, element: _Element) -> dict[str, Array | _Lists]:
-    """The properties of an element by name: (N, 1) for numbers, (N, C) for lists of one length, or lists."""
-    start = source.position
+def _table(content: _Content, element: _Element) -> dict[str, np.ndarray | _Lists]:
+    """Read the properties of an element by name: (N, 1) for numbers, (N, C) for lists of one length, or lists."""
+    start = content.position
     try:
-        sizes = [len(values) for values in _row(source, element)]
-        source.position = start
-        table = _even(source, element, sizes)
+        sizes = [len(values) for values in _row(content, element)]
+        content.position = start
+        table = _even_table(content, element, sizes)
         if table is None:
-            source.position = start
-            table = _uneven(source, element)
+            content.position = start
+            table = _uneven_table(content, element)
     except ValueError:
-        raise ValueError(f"fewer {element.name} rows than its header says") from None
+        raise ValueError(f"fewer {element.name} rows than the header declares") from None
     return table
 
 
-def _row(source: _Source, element: _Element) -> list[Array]:
+def _row(content: _Content, element: _Element) -> list[np.ndarray]:
     return [
-        source.take(p.kind, 1 if p.count_kind is None else int(source.take(p.count_kind, 1)[0]))
+        content.take(p.dtype, 1 if p.count_dtype is None else int(content.take(p.count_dtype, 1)[0]))
         for p in element.properties
     ]
 
 
-def _even(source: _Source, element: _Element, sizes: list[int]) -> dict[str, Array | _Lists] | None:
-    """All rows at once if they are as long as the first; None if they are not."""
+def _even_table(content: _Content, element: _Element, sizes: list[int]) -> dict[str, np.ndarray | _Lists] | None:
+    """Read all rows at once if they are as long as the first, else return None."""
     layout: list[tuple[str, int]] = []
     for p, size in zip(element.properties, sizes, strict=True):
-        layout += [(p.kind, size)] if p.count_kind is None else [(p.count_kind, 1), (p.kind, size)]
-    columns = source.columns(layout, element.length)
+        layout += [(p.dtype, size)] if p.count_dtype is None else [(p.count_dtype, 1), (p.dtype, size)]
+    columns = content.columns(layout, element.num_rows)
     if columns is None:
         return None
-    table: dict[str, Array | _Lists] = {}
+    table: dict[str, np.ndarray | _Lists] = {}
     remaining = iter(columns)
     for p, size in zip(element.properties, sizes, strict=True):
-        if p.count_kind is not None and (next(remaining) != size).any():
+        if p.count_dtype is not None and (next(remaining) != size).any():
             return None
         table[p.name] = next(remaining)
     return table
 
 
-def _uneven(source: _Source, element: _Element) -> dict[str, Array | _Lists]:
-    """Row by row, because each tells its own length."""
-    rows = [_row(source, element) for _ in range(element.length)]
-    table: dict[str, Array | _Lists] = {}
+def _uneven_table(content: _Content, element: _Element) -> dict[str, np.ndarray | _Lists]:
+    """Read row by row, as each row states its own length."""
+    rows = [_row(content, element) for _ in range(element.num_rows)]
+    table: dict[str, np.ndarray | _Lists] = {}
     for p, values in zip(element.properties, zip(*rows, strict=True), strict=True):
-        counts = np.array([len(some) for some in values])
+        counts = np.array([len(numbers) for numbers in values])
         flat = np.concatenate(values)
-        table[p.name] = flat[:, None] if p.count_kind is None else _Lists(flat, counts)
+        table[p.name] = flat[:, None] if p.count_dtype is None else _Lists(flat, counts)
     return table
 
 
-def _attribute(name: str, values: Array | _Lists) -> Array:
-    """A property of the vertices, (N,) or (N, C)."""
+def _attribute(name: str, values: np.ndarray | _Lists) -> np.ndarray:
+    """Return a vertex property as (N,) or (N, C)."""
     if isinstance(values, _Lists):
-        raise RefusedError(f"the property `{name}` has a list of its own length at each vertex. Take it out.")
+        raise RefusedError(f"the property `{name}` has lists of different lengths. Remove it from the vertices.")
     return values[:, 0] if values.shape[1] == 1 else values
 
 
-def _triangles(table: Mapping[str, Array | _Lists], element: str) -> Array:
-    """The triangles of polygons or of strips."""
-    name = next((name for name in _CORNERS if name in table), None)
+def _triangles(table: Mapping[str, np.ndarray | _Lists], element: str) -> np.ndarray:
+    """Return the triangles (F, 3) of polygons (`element` is "face") or of strips."""
+    name = next((name for name in _CORNER_NAMES if name in table), None)
     if name is None:
         raise RefusedError(f"its {element} rows should have a list `vertex_indices`; they have {', '.join(table)}.")
     lists = table[name]
@@ -243,5 +196,48 @@ def _triangles(table: Mapping[str, Array | _Lists], element: str) -> Array:
         lists = _Lists(lists.reshape(-1), np.full(len(lists), lists.shape[1]))
     corners = lists.flat.astype(np.int64)
     if element == "face":
-        return fan(corners, lists.counts)
-    return strip(np.insert(corners, np.cumsum(lists.counts)[:-1], -1))
+        return fan_triangles(corners, lists.counts)
+    return strip_triangles(np.insert(corners, np.cumsum(lists.counts)[:-1], -1))
+
+
+def write_ply(file: BinaryIO, cloud: Cloud) -> None:
+    """Write a binary file, with attributes as vertex properties."""
+    x = cloud.coordinates
+    if x.shape[1] != 3:
+        raise ValueError(
+            f"A PLY file holds points with 3 coordinates; these have {x.shape[1]} coordinates. Write .npz."
+        )
+    columns = list(zip("xyz", x.T, strict=True))
+    for name, values in cloud.attributes.items():
+        name, values = "_".join(name.split()) or "unnamed", _in_ply_dtype(values)
+        parts = [(f"{name}_{n}", column) for n, column in enumerate(values.T)] if values.ndim == 2 else []
+        columns += parts or [(name, values)]
+    names = [name for name, _ in columns]
+    repeated = next((name for name in names if names.count(name) > 1), None)
+    if repeated is not None:
+        raise ValueError(f"Two properties of the PLY file would be named `{repeated}`. Rename one, or write .npz.")
+    rows = np.empty(len(x), [(name, column.dtype.newbyteorder("<")) for name, column in columns])
+    for name, column in columns:
+        rows[name] = column
+    header = ["ply", "format binary_little_endian 1.0", f"element vertex {len(x)}"]
+    header += [f"property {_TYPE_NAMES[column.dtype.str[1:]]} {name}" for name, column in columns]
+    if cloud.faces is not None:
+        header += [f"element face {len(cloud.faces)}", "property list uchar int vertex_indices"]
+    file.write("\n".join([*header, "end_header\n"]).encode())
+    file.write(rows.tobytes())
+    if cloud.faces is not None:
+        triangles = np.empty(len(cloud.faces), [("count", "u1"), ("corners", "<i4", (3,))])
+        triangles["count"], triangles["corners"] = 3, cloud.faces
+        file.write(triangles.tobytes())
+
+
+def _in_ply_dtype(values: np.ndarray) -> np.ndarray:
+    """Convert booleans, float16 and 64-bit integers, which PLY lacks, to a type that holds them."""
+    if values.dtype.kind == "b":
+        return values.astype(np.uint8)
+    if values.dtype.kind == "f":
+        return values.astype(np.float64 if values.dtype.itemsize > 4 else np.float32)
+    if values.dtype.itemsize == 8:
+        fits_int32 = values.size == 0 or (values.min() >= -(2**31) and values.max() < 2**31)
+        return values.astype(np.int32 if fits_int32 else np.float64)
+    return values

@@ -1,4 +1,4 @@
-"""Kernels: one file a modality, each of which only knows how to attend."""
+"""Kernels: one file per kind of data, each of which implements `attend`."""
 
 from qattn.kernels.base import Kernel, PointKernel
 from qattn.kernels.gaussian import GaussianKernel

@@ -1,47 +1,54 @@
-"""A kernel given as a matrix of similarities: by its entries, by those that are not 0, or by its products."""
+"""The kernel of a similarity matrix, which is dense, sparse, or given by its products."""
 
 import math
+from collections.abc import Callable
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from qattn import _checks
+from qattn._types import ArrayLike
 from qattn.attended import Attended
 from qattn.kernels.base import Kernel
-from qattn.kernels.edges import Edges
-from qattn.kernels.products import Products
+from qattn.kernels.implicit_matrix import LinearOperatorLike, Products, checked_products, is_operator
+from qattn.kernels.sparse_matrix import Edges, ScipySparse, checked_edges, is_sparse
 
 __all__ = ["MatrixKernel"]
 
 
 class MatrixKernel(Kernel):
-    """A given K ≥ 0, symmetric; positive semidefiniteness is not assumed (see `smallest_eigenvalue`).
+    """A symmetric similarity matrix K ≥ 0; it need not be positive semidefinite (see `smallest_eigenvalue`).
+
+    Results are differentiable with respect to all entries of a dense matrix, also those that are 0. Pairs that a sparse
+    matrix does not store remain absent, and have no gradient.
 
     Args:
-        similarity: Shape (*batch, N, N), a tensor or an array; or a sparse matrix (N, N) of torch or SciPy, whose
-            products then cost its entries and no more; or products alone: a SciPy `LinearOperator`, or a function that
-            takes tensors (N, C) to K times them. Of the last two symmetry and sign are tried on random signals.
-            Results are differentiable by all entries of a dense matrix, also by those that are 0; pairs that a sparse
-            matrix does not hold stay absent, and have no gradient.
-        size: The number N of rows, for a function.
+        similarity: A tensor or array of shape (*batch, N, N); a sparse matrix (N, N) of torch or SciPy, whose cost is
+            proportional to its entries; a SciPy `LinearOperator` (N, N); or a function from tensors x (N, C) to K x.
+            The symmetry and the sign of the last two are checked on random signals.
+        num_rows: Number N of rows, required for a function.
 
-    Example:
+    Examples:
         >>> MatrixKernel([[2.0, 1.0], [1.0, 2.0]]).shape
         torch.Size([2, 2])
-        >>> MatrixKernel(lambda x: x + x.mean(0), size=100).shape
+        >>> MatrixKernel(lambda x: x + x.mean(0), num_rows=100).shape
         torch.Size([100, 100])
     """
 
-    def __init__(self, similarity: Any, *, size: int | None = None) -> None:
+    def __init__(
+        self,
+        similarity: ArrayLike | ScipySparse | LinearOperatorLike | Callable[[Tensor], Tensor],
+        *,
+        num_rows: int | None = None,
+    ) -> None:
         self._entries: _Dense | Edges | Products
-        if _checks.is_sparse(similarity):
-            self._entries = Edges.of(*_checks.edges("similarity", similarity))
-        elif callable(similarity) or hasattr(similarity, "matmat"):
-            self._entries = Products(*_checks.products(similarity, size))
+        if is_sparse(similarity):
+            self._entries = Edges.of(*checked_edges("similarity", similarity))
+        elif is_operator(similarity):
+            self._entries = Products(*checked_products(similarity, num_rows))
         else:
-            self._entries = _Dense(_checks.similarity(similarity))
+            self._entries = _Dense(_checked_similarity(similarity))  # type: ignore[arg-type]
 
     def __repr__(self) -> str:
         return f"MatrixKernel({tuple(self.shape)})"
@@ -55,11 +62,9 @@ class MatrixKernel(Kernel):
         return (self._entries.tensor,)
 
     def replace(self, *tensors: Tensor) -> "MatrixKernel":
-        kernel = object.__new__(MatrixKernel)
-        kernel._entries = self._entries.replace(*tensors)
-        return kernel
+        return self._with(_entries=self._entries.replace(*tensors))
 
-    def attend(self, bias: Tensor, value: Tensor | None = None) -> Attended:
+    def attend(self, bias: Tensor, value: Tensor | None = None, *, all_rows: bool = True) -> Attended:
         return self._entries.attend(bias, value)
 
     def exact_lse(self, rows: Tensor, bias: Tensor) -> Tensor:
@@ -70,7 +75,7 @@ class MatrixKernel(Kernel):
 
 
 class _Dense:
-    """All entries K, (*batch, N, N)."""
+    """A matrix given by all its entries, (*batch, N, N)."""
 
     def __init__(self, entries: Tensor) -> None:
         self.tensor = entries
@@ -94,7 +99,7 @@ class _Dense:
     def attend(self, bias: Tensor, value: Tensor | None) -> Attended:
         scores = self._log + bias[..., None, :]  # (*batch, N, N)
         largest = scores.detach().amax(-1, keepdim=True)
-        largest = torch.where(largest == -torch.inf, 0, largest)  # a row without any weight
+        largest = torch.where(largest == -torch.inf, 0, largest)  # rows without weight
         weights = torch.exp(scores - largest) + self._change(bias[..., None, :] - largest)
         total = weights.sum(-1)
         is_empty = total == 0
@@ -108,9 +113,29 @@ class _Dense:
             return Attended((weights.to(dtype) @ value.to(dtype)).to(value.dtype), lse)
 
     def _change(self, exponents: Tensor) -> Tensor | float:
-        """(K − K₀) e^x with K₀ = K: 0, whose derivative by K is e^x whether or not K is 0, where log K has none."""
+        """Return (K − K₀) e^x with K₀ = K detached: 0, but with derivative e^x by K, also where log K has none."""
         if not (torch.is_grad_enabled() and self.tensor.requires_grad):
             return 0.0
-        # Where K is 0 nothing bounds x. Beyond what a float holds, 0 · ∞ would be NaN.
-        most = math.log(torch.finfo(exponents.dtype).max) - 1
-        return (self.tensor - self.tensor.detach()) * torch.exp(exponents.clamp(max=most))
+        # Where K = 0, x is unbounded, and 0 · ∞ would be NaN.
+        largest = math.log(torch.finfo(exponents.dtype).max) - 1
+        return (self.tensor - self.tensor.detach()) * torch.exp(exponents.clamp(max=largest))
+
+
+def _checked_similarity(numbers: ArrayLike) -> Tensor:
+    """Convert to a tensor (*batch, N, N), symmetric and ≥ 0."""
+    tensor = _checks.floating("similarity", numbers)
+    if tensor.ndim < 2 or tensor.shape[-1] != tensor.shape[-2] or tensor.shape[-1] == 0:
+        raise ValueError(f"`similarity` should have shape (*batch, N, N); got {_checks.shape_of(tensor)}.")
+    _checks.finite("similarity", tensor, "Set them to 0 to leave those pairs out.")
+    if (tensor < 0).any():
+        raise ValueError(
+            f"`similarity` should not be negative; {int((tensor < 0).sum())} of its {tensor.numel()} entries are. "
+            "Use `similarity.clamp(min=0)`, or `exp` of a signed score."
+        )
+    gap = (tensor - tensor.mT).abs().amax()
+    if gap > 1e-5 * tensor.abs().amax():
+        raise ValueError(
+            f"`similarity` should be symmetric; entries differ from their mirror image by up to {float(gap):.3g}. "
+            "Use `(similarity + similarity.mT) / 2`."
+        )
+    return tensor

@@ -2,12 +2,13 @@ r"""The kernel of a Gaussian mixture: overlaps of its components, smoothed by σ
 
 With g a Gaussian of variance σ²/2, ∫ (N(x_i, Σ_i) ⋆ g)(N(x_j, Σ_j) ⋆ g) is, up to a constant,
 det(C_ij)^{−½} exp(−½ δᵀ C_ij⁻¹ δ) with δ = x_i − x_j and C_ij = σ²I + Σ_i + Σ_j: a Gram matrix, and so positive
-semidefinite. Without the determinant, which is not of the form a_i a_j and so is not normalised out, it is not.
+semidefinite. Without the determinant it is not. Normalization does not remove the determinant, which is not of the form
+a_i a_j.
 """
 
 import math
-from functools import cached_property, partial
-from typing import Any
+from functools import cached_property
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -15,18 +16,21 @@ from torch import Tensor
 
 from qattn import _checks
 from qattn._broadcasting import broadcast_shapes
-from qattn._compiled import why_not_compiled
+from qattn._types import ArrayLike
 from qattn.attended import Attended
-from qattn.attention import attend
-from qattn.attention.dispatch import select
+from qattn.attention.api import BackendName
+from qattn.attention.batched import attend_batched
+from qattn.attention.dispatch import Dispatch
+from qattn.attention.engine import Engine
 from qattn.kernels.base import PointKernel
-from qattn.kernels.overlap import DIMENSIONS, NearOverlaps, Overlap
-from qattn.kernels.prepared import attend_folded, attend_prepared
+from qattn.kernels.gaussian.kernel import describe_sigma
+from qattn.kernels.mixture_overlap import DIMENSIONS, Kind, NearOverlaps, Overlap
+from qattn.tiles.compiled import why_not_compiled
 
-__all__ = ["MixtureKernel"]
+__all__ = ["MixtureKernel", "checked_covariances"]
 
-_LOST = 30.0  # units in the last place that a score loses, times the condition of its covariance
-_MOST_PAIRS = 2**32  # that a GPU computes without leaving any out
+_LOST = 30.0  # rounding error of a score in units in the last place, per condition number of its covariance
+_MAX_PAIRS = 2**32  # up to which "auto" computes all pairs on a GPU
 
 
 class MixtureKernel(PointKernel):
@@ -35,77 +39,85 @@ class MixtureKernel(PointKernel):
     With covariances of 0 it is the Gaussian kernel of the means.
 
     Args:
-        means: The means x of shape (*batch, N, d), a tensor or an array.
-        covariances: The covariances Σ: (*batch, N) for variances, (*batch, N, d) for diagonal matrices,
-            (*batch, N, d, d) for full ones.
-        sigma: The bandwidth σ > 0: a number, or H numbers, which give a head axis before N.
-        weights: The weights of the components, (*batch, N), the default masses; equal by default.
-        form: "overlap", or "equation 5" for the kernel as the paper prints it: without the determinant, and indefinite.
-        method: "exact" computes all pairs; "tiles" those that are near enough to matter, up to three dimensions. "auto"
-            takes tiles where it can; on a GPU only for more than 65,000 components.
-        tol: The largest error of lse that is acceptable; see `error`.
-        backend: Which attention backend "exact" uses: one that takes a score, "reference" or "flex".
+        means: Means x of shape (*batch, N, d).
+        covariances: Covariances Σ: (*batch, N) for variances, (*batch, N, d) for diagonal matrices, (*batch, N, d, d)
+            for full ones.
+        sigma: Bandwidth σ > 0: a number, or H numbers, which give a head axis before N.
+        weights: Weights of the components, (*batch, N), which are the default masses; equal by default.
+        form: "overlap", or "equation 5" for the kernel as printed in the paper: without the determinant, and
+            indefinite.
+        method: "exact" computes all pairs; "tiles" computes pairs that are near enough to matter, up to three
+            dimensions. "auto" is "tiles" if possible, on a GPU only for more than 65,000 components.
+        tol: Largest acceptable error of lse; see `error`.
+        backend: Attention backend of "exact", one that takes a score: "reference" or "flex".
 
-    Example:
+    Examples:
         >>> MixtureKernel(torch.randn(500, 3), 0.01 * torch.rand(500, 3), sigma=0.1)
         MixtureKernel(500 diagonal Gaussians in 3 dimensions, sigma=0.1, method='tiles')
     """
 
     def __init__(
         self,
-        means: Any,
-        covariances: Any,
-        sigma: Any,
-        weights: Any = None,
+        means: ArrayLike,
+        covariances: ArrayLike,
+        sigma: ArrayLike,
+        weights: ArrayLike | None = None,
         *,
-        form: str = "overlap",
-        method: str = "auto",
+        form: Literal["overlap", "equation 5"] = "overlap",
+        method: Literal["auto", "exact", "tiles"] = "auto",
         tol: float = 1e-3,
-        backend: str = "auto",
+        backend: BackendName = "auto",
     ) -> None:
         _checks.one_of("form", form, ("overlap", "equation 5"))
         _checks.one_of("method", method, ("auto", "exact", "tiles"))
         _checks.positive("`tol`", tol)
         self._means = _checks.points("means", means)
-        self._covariances, kind = _checks.covariances(covariances, self._means)
+        self._covariances, kind = checked_covariances(covariances, self._means)
         self._sigma = _checks.bandwidth(sigma, self._means)
-        self._weights = _checks.weights(weights, self._means)
-        self._targets: Tensor | None = None  # points at which it is evaluated instead of at its own components
+        self._weights = _checked_weights(weights, self._means)
+        self._targets: Tensor | None = None  # points at which it is evaluated, instead of its own components
         self._overlap = Overlap(self._means.shape[-1], kind, form == "overlap")
         self._method, self._tol, self._backend = method, tol, backend
         if method == "tiles" and self._overlap.dims > DIMENSIONS:
             raise ValueError(
-                f'`method="tiles"` takes up to {DIMENSIONS} dimensions, and these means have {self._overlap.dims}.'
+                f'`method="tiles"` takes up to {DIMENSIONS} dimensions, but these means have {self._overlap.dims}. '
+                'Use `method="exact"`.'
             )
         if method == "tiles" and (reason := why_not_compiled()):
-            raise ValueError(f'`method="tiles"` cannot be used here: {reason}. Take `method="exact"`.')
+            raise ValueError(f'`method="tiles"` cannot be used here: {reason}. Use `method="exact"`.')
 
     @classmethod
     def from_splats(
-        cls, means: Any, log_scales: Any, quaternions: Any, logit_opacities: Any, sigma: Any, **options: Any
+        cls,
+        means: ArrayLike,
+        log_scales: ArrayLike,
+        quaternions: ArrayLike,
+        logit_opacities: ArrayLike,
+        sigma: ArrayLike,
+        **options: Any,
     ) -> "MixtureKernel":
-        r"""The kernel of 3D Gaussian splats as they are stored: Σ = R diag(e^{2s}) Rᵀ, weights 1 / (1 + e^{−o}).
+        r"""Make the kernel of stored 3D Gaussian splats: Σ = R diag(e^{2s}) Rᵀ, weights 1 / (1 + e^{−o}).
 
         Args:
             means: Positions (N, 3).
             log_scales: Logarithms s of the standard deviations along the axes of each splat, (N, 3).
-            quaternions: Rotations (N, 4), w first, of any length but 0.
+            quaternions: Rotations (N, 4), w first, with any norm but 0.
             logit_opacities: Logits o of the opacities, (N,) or (N, 1).
-            sigma: The bandwidth σ.
+            sigma: Bandwidth σ.
             **options: Further arguments of `MixtureKernel`.
         """
-        means = _checks.points("means", means)
-        scales, turns, logits = _checks.splats(means, log_scales, quaternions, logit_opacities)
-        axes = _rotations(turns) * torch.exp(scales)[..., None, :]  # columns are half axes
-        return cls(means, axes @ axes.mT, sigma, torch.sigmoid(logits), **options)
+        centers = _checks.points("means", means)
+        scales, rotations, logits = _checked_splats(centers, log_scales, quaternions, logit_opacities)
+        axes = _rotations(rotations) * torch.exp(scales)[..., None, :]  # columns are half axes
+        return cls(centers, axes @ axes.mT, sigma, torch.sigmoid(logits), **options)
 
     @classmethod
-    def from_sklearn(cls, mixture: Any, sigma: Any, **options: Any) -> "MixtureKernel":
-        """The kernel of a fitted `sklearn.mixture.GaussianMixture`, of any `covariance_type`.
+    def from_sklearn(cls, mixture: Any, sigma: ArrayLike, **options: Any) -> "MixtureKernel":
+        """Make the kernel of a fitted `sklearn.mixture.GaussianMixture` of any `covariance_type`.
 
         Args:
-            mixture: The fitted mixture.
-            sigma: The bandwidth σ.
+            mixture: Fitted mixture.
+            sigma: Bandwidth σ.
             **options: Further arguments of `MixtureKernel`.
         """
         if not hasattr(mixture, "covariances_"):
@@ -118,25 +130,27 @@ class MixtureKernel(PointKernel):
     def __repr__(self) -> str:
         *batch, N, d = self._means.shape
         count = " × ".join(map(str, [*batch, N]))
-        sigma = f"{float(self._sigma):g}" if self._sigma.ndim == 0 else f"{len(self._sigma)} bandwidths"
         form = "" if self._overlap.has_determinant else ", form='equation 5'"
         kind = f"{self._overlap.kind} Gaussians in {d} dimension{'s' * (d > 1)}"
-        return f"MixtureKernel({count} {kind}, sigma={sigma}{form}, method={self.method!r})"
+        return f"MixtureKernel({count} {kind}, sigma={describe_sigma(self._sigma)}{form}, method={self.method!r})"
 
     @property
     def means(self) -> Tensor:
-        """The means x, shape (*batch, N, d)."""
+        """Means x, shape (*batch, N, d)."""
         return self._means
 
     @property
     def sigma(self) -> Tensor:
-        """The bandwidth σ, a tensor without axes or of shape (H,)."""
+        """Bandwidth σ, a scalar tensor or one of shape (H,)."""
         return self._sigma
 
     def effective_sigma(self, dims: int) -> float:
-        """√(σ² + (2/d) Σ m_i tr Σ_i): the bandwidth of Q as a diffusion, d = 2 for surfaces and 3 for volumes.
+        """Compute √(σ² + (2/d) Σ m_i tr Σ_i), the bandwidth of Q as a diffusion, for one mixture and one bandwidth.
 
-        As the paper has it (appendix G), for `qattn.laplacian_eigenvalues`; of one mixture with one bandwidth.
+        It is the σ of `qattn.laplacian_eigenvalues` (appendix G of the paper).
+
+        Args:
+            dims: Dimension d of the shape: 2 for surfaces, 3 for volumes.
         """
         covariances, d = self._covariances.detach(), self._overlap.dims
         trace = {
@@ -150,16 +164,16 @@ class MixtureKernel(PointKernel):
 
     @property
     def mass(self) -> Tensor:
-        """The weights of the components, of sum 1."""
+        """Weights of the components, with sum 1."""
         mass = self._weights / self._weights.sum(-1, keepdim=True)
         return mass[..., None, :] if self._sigma.ndim and mass.ndim > 1 else mass
 
     @property
-    def method(self) -> str:
-        """How it is computed, "exact" or "tiles"."""
+    def method(self) -> Literal["exact", "tiles"]:
+        """The method in use, "exact" or "tiles"."""
         if self._method != "auto":
             return self._method
-        is_large = self.device.type == "cpu" or self.shape.numel() > _MOST_PAIRS
+        is_large = self.device.type == "cpu" or self.shape.numel() > _MAX_PAIRS
         can_tile = self._overlap.dims <= DIMENSIONS and why_not_compiled() is None
         return "tiles" if is_large and can_tile else "exact"
 
@@ -171,30 +185,31 @@ class MixtureKernel(PointKernel):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        own = self._means, self._covariances, self._sigma, self._weights
-        return own if self._targets is None else (*own, self._targets)
+        tensors = self._means, self._covariances, self._sigma, self._weights
+        return tensors if self._targets is None else (*tensors, self._targets)
 
     def replace(self, *tensors: Tensor) -> "MixtureKernel":
-        kernel = object.__new__(MixtureKernel)
-        kernel.__dict__.update(self.__dict__)
-        kernel._means, kernel._covariances, kernel._sigma, kernel._weights = tensors[:4]
-        kernel._targets = None if self._targets is None else tensors[4]
-        return kernel
+        means, covariances, sigma, weights = tensors[:4]
+        targets = None if self._targets is None else tensors[4]
+        return self._with(_means=means, _covariances=covariances, _sigma=sigma, _weights=weights, _targets=targets)
 
-    def at(self, points: Any) -> "MixtureKernel":
-        """The kernel between points, which are components of covariance 0, and its own components."""
+    def at(self, points: ArrayLike) -> "MixtureKernel":
+        """Return the kernel between points, which are components of covariance 0, and its own components."""
         targets = _checks.points("points", points).to(self._means)
-        _checks.same_dimension(targets, self._means)
-        kernel = self.replace(*self.tensors[:4])
-        kernel._targets = targets
+        if targets.shape[-1] != self._means.shape[-1]:
+            raise ValueError(
+                f"`points` should have {self._means.shape[-1]} coordinates, as the means have; "
+                f"got shape {tuple(targets.shape)}."
+            )
+        kernel = self._with(_targets=targets)
         kernel.__dict__.pop("_engine", None)
         return kernel
 
     @cached_property
     def _is_stiff(self) -> bool:
-        """Whether covariances are so long for σ that scores in the dtype of the means would lose more than `tol`.
+        """Whether covariances are so large for σ that scores in the dtype of the means would have errors above `tol`.
 
-        C⁻¹ has the condition number κ ≤ 1 + 2 tr Σ / σ², and elimination loses about κ units in the last place.
+        The condition number of C is κ ≤ 1 + 2 tr Σ / σ², and elimination loses about κ units in the last place.
         """
         if self._overlap.kind != "full" or self._covariances.numel() == 0:
             return False
@@ -204,19 +219,19 @@ class MixtureKernel(PointKernel):
 
     @cached_property
     def _lacking(self) -> Tensor:
-        """What the variances of each component lack to be above −σ²/4 in all directions, (*batch, N).
+        """Increase of the variances of each component that makes them at least −σ²/4 in all directions, (*batch, N).
 
-        Rounding takes them below 0 by as much as a part in a million of the largest. Then C ≥ σ²/2 all the same.
+        By rounding, variances may be negative, by up to a millionth of the largest. With the increase C ≥ σ²/2.
         """
         covariances = self._covariances.detach().double()
         least = torch.linalg.eigvalsh(0.5 * (covariances + covariances.mT))[..., 0]
         return (-0.25 * self._sigma.detach().double().amin() ** 2 - least).clamp(min=0)
 
     def _embedded(self, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Queries (*batch, N, D) and keys (*batch, M, D); one object for a mixture and itself.
+        """Embed queries (*batch, N, D) and keys (*batch, M, D); one object if they are the same.
 
-        Long and thin covariances need the digits of float64, which the compiled loop takes in any case. Means are about
-        that of the components that a bias leaves in: others may be far away.
+        Long and thin covariances need float64, which the compiled loops always use. The origin is the mean of the
+        components that the bias does not leave out, as others may be far away.
         """
         in_double = self._is_stiff or (self.method == "tiles" and self.device.type == "cpu")
         dtype = torch.float64 if in_double else self.dtype
@@ -231,8 +246,8 @@ class MixtureKernel(PointKernel):
         key = self._overlap.embed(means - origin, covariances, sigma)
         if self._targets is None:
             return key, key
-        none = covariances.new_zeros(*self._targets.shape[:-1], *covariances.shape[self._means.ndim - 1 :])
-        return self._overlap.embed(self._targets.to(dtype) - origin, none, sigma), key
+        zeros = covariances.new_zeros(*self._targets.shape[:-1], *covariances.shape[self._means.ndim - 1 :])
+        return self._overlap.embed(self._targets.to(dtype) - origin, zeros, sigma), key
 
     @cached_property
     def _engine(self) -> NearOverlaps:
@@ -245,24 +260,28 @@ class MixtureKernel(PointKernel):
         keys = flat(key)
         return NearOverlaps(self._overlap, keys if query is key else flat(query), keys)
 
-    def attend(self, bias: Tensor, value: Tensor | None = None) -> Attended:
+    def attend(self, bias: Tensor, value: Tensor | None = None, *, all_rows: bool = True) -> Attended:
         query, key = self._embedded(bias.detach())
+        engine: Engine = Dispatch(self._backend)
         if self.method == "tiles":
-            out, lse = attend_prepared(self._engine, query, key, value, bias, self._tol, self._overlap)
-        else:
-            chosen = partial(select, name=self._backend)
-            out, lse = attend_folded(chosen, query, key, value, bias, self._tol, self._overlap)
+            batch = self.shape[:-2]
+            engine, keys = self._engine, key.expand(*batch, -1, -1)
+            query, key = keys if query is key else query.expand(*batch, -1, -1), keys
+        out, lse = attend_batched(
+            engine, query, key, value, bias, score=self._overlap, tol=self._tol, all_rows=all_rows
+        )
         return Attended(out, lse.to(torch.promote_types(self.dtype, bias.dtype)))
 
     def exact_lse(self, rows: Tensor, bias: Tensor) -> Tensor:
         exact = self.replace(*(tensor.detach().cpu().double() for tensor in self.tensors))
         query, key = exact._embedded()
         bias = bias.detach().cpu().double()
-        return attend(query[..., rows, :], key, bias=bias, score=self._overlap, backend="reference").lse
+        reference = Dispatch("reference")
+        return attend_batched(reference, query[..., rows, :], key, None, bias, score=self._overlap, tol=1.0).lse
 
 
 def _rotations(quaternions: Tensor) -> Tensor:
-    """Rotation matrices (N, 3, 3) of quaternions (N, 4), w first."""
+    """Compute the rotation matrices (N, 3, 3) of quaternions (N, 4), w first."""
     w, x, y, z = torch.nn.functional.normalize(quaternions, dim=-1).unbind(-1)
     rows = [
         [1 - 2 * (y * y + z * z), 2 * (x * y - w * z), 2 * (x * z + w * y)],
@@ -270,3 +289,76 @@ def _rotations(quaternions: Tensor) -> Tensor:
         [2 * (x * z - w * y), 2 * (y * z + w * x), 1 - 2 * (x * x + y * y)],
     ]
     return torch.stack([torch.stack(row, dim=-1) for row in rows], dim=-2)
+
+
+def checked_covariances(numbers: ArrayLike, means: Tensor) -> tuple[Tensor, Kind]:
+    """Check the covariances of means (*batch, N, d); return a tensor and their kind."""
+    tensor = _checks.floating("covariances", numbers).to(means)
+    *batch, d = means.shape
+    shapes: dict[Kind, tuple[int, ...]] = {"isotropic": (*batch,), "diagonal": (*batch, d), "full": (*batch, d, d)}
+    kind = next((kind for kind, shape in shapes.items() if tensor.shape == shape), None)
+    if kind is None:
+        raise ValueError(
+            f"`covariances` should have shape {shapes['isotropic']} for variances, {shapes['diagonal']} for diagonal "
+            f"matrices or {shapes['full']} for full ones, with means {_checks.shape_of(means)}; "
+            f"got {_checks.shape_of(tensor)}."
+        )
+    _checks.finite("covariances", tensor, "Drop those components.")
+    variances = tensor.detach()
+    if kind == "full":
+        gap, size = (variances - variances.mT).abs().amax(), variances.abs().amax()
+        if gap > 1e-5 * size:
+            raise ValueError(
+                f"`covariances` should be symmetric; entries differ from their mirror image by up to {float(gap):.3g}. "
+                "Use `(covariances + covariances.mT) / 2`."
+            )
+        variances = torch.linalg.eigvalsh(variances.double())
+    is_negative = variances < -1e-6 * variances.abs().amax(-1, keepdim=True)
+    if is_negative.any() or (kind != "full" and (variances < 0).any()):
+        raise ValueError(
+            "`covariances` should have no negative variance in any direction; some do. "
+            "Pass variances, not their logarithms, nor precisions of the wrong sign."
+        )
+    return tensor, kind
+
+
+def _checked_weights(numbers: ArrayLike | None, means: Tensor) -> Tensor:
+    """Convert the weights of components with means (*batch, N, d) to a tensor (*batch, N) ≥ 0; equal by default."""
+    dtype = torch.promote_types(means.dtype, torch.float32)
+    if numbers is None:
+        return torch.ones(means.shape[-2], dtype=dtype, device=means.device)
+    tensor = _checks.floating("weights", numbers).to(means.device, dtype)
+    if tensor.shape not in (means.shape[:-1], means.shape[-2:-1]):
+        raise ValueError(
+            f"`weights` should have shape {tuple(means.shape[:-1])}, one per component; got {_checks.shape_of(tensor)}."
+        )
+    _checks.finite("weights", tensor, "Components without weight get 0.")
+    if (tensor < 0).any() or (tensor.sum(-1) == 0).any():
+        raise ValueError("`weights` should be 0 or more, with a positive sum. For logits, use `torch.sigmoid`.")
+    return tensor
+
+
+def _checked_splats(
+    means: Tensor, log_scales: ArrayLike, quaternions: ArrayLike, logit_opacities: ArrayLike
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Check log scales (N, 3), quaternions (N, 4) and logits (N,) of splats at means (N, 3)."""
+    N = means.shape[0]
+    if means.shape != (N, 3):
+        raise ValueError(f"`means` of splats should have shape (N, 3); got {_checks.shape_of(means)}.")
+    arguments: dict[str, tuple[ArrayLike, tuple[int, ...]]] = {
+        "log_scales": (log_scales, (N, 3)),
+        "quaternions": (quaternions, (N, 4)),
+        "logit_opacities": (logit_opacities, (N,)),
+    }
+    tensors = []
+    for name, (numbers, shape) in arguments.items():
+        tensor = _checks.floating(name, numbers).to(means)
+        if name == "logit_opacities" and tensor.shape == (N, 1):
+            tensor = tensor[:, 0]
+        if tensor.shape != shape:
+            raise ValueError(f"`{name}` of {N} splats should have shape {shape}; got {_checks.shape_of(tensor)}.")
+        _checks.finite(name, tensor, "Drop those splats.")
+        tensors.append(tensor)
+    if (tensors[1] == 0).all(-1).any():
+        raise ValueError("`quaternions` should not be 0; some are. The identity is (1, 0, 0, 0).")
+    return tensors[0], tensors[1], tensors[2]

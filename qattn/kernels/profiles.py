@@ -1,7 +1,8 @@
 r"""Radial profiles that are mixtures of Gaussians: k(r) = ∫ p(t) exp(−r² / 2 s(t)²) dt with p ≥ 0, r in units of σ.
 
-The trapezoidal rule in a variable that makes the integrand alike for all r turns the integral into a sum with positive
-weights. Its error is *relative*, at every distance in reach: sums over points inherit it, whatever their weights.
+The trapezoidal rule, in a variable in which the integrand looks alike for all r, turns the integral into a sum with
+positive weights. Its *relative* error is bounded at every distance in reach, so sums over points with any weights have
+the same relative error.
 """
 
 import math
@@ -9,7 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,46 +19,49 @@ from qattn.attention.score import gaussian
 
 __all__ = ["Matern", "Profile", "RationalQuadratic"]
 
-_LEAST_TOL = 1e-11  # that float64 leaves of a quadrature
-_VANISHED = 90.0  # −log of what vanishes in float32
-_MOST_ELEMENTARY = 10  # ν beyond which powers of a overflow in float32
+_MIN_TOL = 1e-11  # smallest error of a quadrature in float64
+_VANISHED = 90.0  # −log of a number that vanishes in float32
+_MAX_ELEMENTARY = 10  # ν beyond which powers of a overflow in float32
 
 
 class Profile(ABC):
-    """A function k(r), decreasing from 1."""
+    """A function k(r) that decreases from k(0) = 1."""
 
     @abstractmethod
     def score(self, query: Sequence[Tensor], key: Sequence[Tensor]) -> Tensor:
-        """log k(‖q − k‖), coordinate by coordinate."""
+        """Compute log k(‖q − k‖) from tuples of coordinates."""
 
     @property
     @abstractmethod
     def is_elementary(self) -> bool:
-        """Whether the score is made of torch's functions, so that attention can take it and differentiate it."""
+        """Whether the score consists of torch functions, so that attention can compute and differentiate it."""
 
     @property
     @abstractmethod
     def reach(self) -> float:
-        """The distance at which it has vanished; beyond, a sum of Gaussians may fall off faster."""
+        """Distance beyond which k vanishes, and a sum of Gaussians may decrease faster."""
 
     @abstractmethod
-    def _nodes(self, reach: float, tol: float, step: float) -> tuple[Any, Any]:
-        """Bandwidths and log weights of the rule with a step, cut where less than the fraction `tol` is left."""
+    def _nodes(self, reach: float, tol: float, step: float) -> tuple[np.ndarray, np.ndarray]:
+        """Return bandwidths and log weights of the rule with a step, cut where less than a fraction `tol` is left."""
 
     @cache  # noqa: B019 (profiles are few, and small)
     def gaussians(self, reach: float, tol: float) -> tuple[Tensor, Tensor]:
-        """Bandwidths s_n and log w_n, (n,) each, of Σ w_n exp(−r² / 2 s_n²), which is k(r) to `tol` for r ≤ `reach`."""
-        if not tol >= _LEAST_TOL:
-            raise ValueError(f'A sum of Gaussians cannot be as exact as {tol:.1e}. Take `method="exact"`, or more.')
+        """Return s_n and log w_n, (n,) each, such that Σ w_n exp(−r² / 2 s_n²) is k(r) to `tol` for r ≤ `reach`."""
+        if not tol >= _MIN_TOL:
+            raise ValueError(
+                f"`tol` is too small for a sum of Gaussians, whose error would have to be {tol:.1e}. Use a larger "
+                '`tol`, or `method="exact"`.'
+            )
         reach = min(reach, self.reach)
         r = np.concatenate([[0.0], np.geomspace(1e-6 * reach, reach, 1000)])
         exact = self.score([torch.from_numpy(r)], [torch.zeros(1, dtype=torch.float64)]).numpy()
-        for count in range(100):  # the error falls like that of a Gaussian in 1 / step
+        for count in range(100):  # the error decreases like a Gaussian of 1 / step
             bandwidths, log_weights = self._nodes(reach, 0.2 * tol, 1.2 * 0.93**count)
             terms = log_weights - 0.5 * (r[:, None] / bandwidths) ** 2
             if np.abs(np.expm1(np.logaddexp.reduce(terms, axis=1) - exact)).max() <= tol:
                 return torch.from_numpy(bandwidths), torch.from_numpy(log_weights)
-        raise ValueError(f"No sum of Gaussians was found that is {self} to {tol:.1e}. Take a larger `tol`.")
+        raise ValueError(f"`tol` is too small: no sum of Gaussians was found that is {self} to {tol:.1e}.")
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ class Matern(Profile):
     nu: float
 
     def score(self, query: Sequence[Tensor], key: Sequence[Tensor]) -> Tensor:
-        # The root has no derivative at 0; there the least number stands in, whose own is 0.
+        # The square root has no derivative at 0. Clamping replaces 0 by the least positive number, with derivative 0.
         square = -4 * self.nu * gaussian(query, key)
         a = torch.sqrt(square.clamp(min=torch.finfo(square.dtype).tiny))
         if self.is_elementary:
@@ -84,22 +87,22 @@ class Matern(Profile):
 
         bessel = torch.from_numpy(kve(self.nu, a.numpy()))
         constant = (1 - self.nu) * math.log(2) - math.lgamma(self.nu)
-        near = -square / (4 * max(self.nu - 1, 1.0))  # where the Bessel function overflows: the first term of a series
+        near = -square / (4 * max(self.nu - 1, 1.0))  # first term of a series, where the Bessel function overflows
         return torch.where(bessel.isfinite(), constant + self.nu * torch.log(a) + torch.log(bessel) - a, near)
 
     @property
     def is_elementary(self) -> bool:
-        return (self.nu - 0.5).is_integer() and self.nu < _MOST_ELEMENTARY
+        return (self.nu - 0.5).is_integer() and self.nu < _MAX_ELEMENTARY
 
     @property
     def reach(self) -> float:
         return _VANISHED / math.sqrt(2 * self.nu)
 
-    def _nodes(self, reach: float, tol: float, step: float) -> tuple[Any, Any]:
+    def _nodes(self, reach: float, tol: float, step: float) -> tuple[np.ndarray, np.ndarray]:
         from scipy.special import expit, gammaincinv
 
-        # t = w² with w = log(1 + e^u). For small t this is the logarithm, for large t the root: the integrand is about
-        # e^{−a − (w − a/2w)²}, as wide for one a as for another.
+        # t = w² with w = log(1 + e^u): u is about log w for small t, and w for large t. The integrand is about
+        # e^{−a − (w − a/2w)²}, whose width does not depend on a.
         first = math.sqrt(gammaincinv(self.nu, tol))
         last = math.sqrt(0.5 * (self.nu + math.hypot(self.nu, math.sqrt(2 * self.nu) * reach))) + math.sqrt(
             -math.log(tol)
@@ -130,13 +133,13 @@ class RationalQuadratic(Profile):
     def reach(self) -> float:
         return math.inf
 
-    def _nodes(self, reach: float, tol: float, step: float) -> tuple[Any, Any]:
+    def _nodes(self, reach: float, tol: float, step: float) -> tuple[np.ndarray, np.ndarray]:
         from scipy.special import gammainccinv, gammaincinv
 
         # In u = log t the integrands of two distances are translates of one another.
         low = math.log(gammaincinv(self.alpha, tol)) - math.log1p(reach**2 / (2 * self.alpha))
         high = math.log(gammainccinv(self.alpha, tol))
-        step /= math.sqrt(1 + self.alpha)  # as narrow as the integrand
+        step /= math.sqrt(1 + self.alpha)  # the integrand becomes narrower as α grows
         u = low + step * (0.5 + np.arange(math.ceil((high - low) / step)))
         return np.sqrt(self.alpha) * np.exp(-0.5 * u), math.log(step) - math.lgamma(
             self.alpha

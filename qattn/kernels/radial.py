@@ -1,52 +1,64 @@
 r"""Radial kernels K_ij = k(‖x_i − x_j‖ / σ) that are mixtures of Gaussians: exponential, Matérn, rational quadratic.
 
-Σ_n w_n exp(−‖x_i − x_j‖² / 2σ²s_n²) with w_n > 0 is positive definite by construction: a merged sum of Gaussian
-kernels, each by its own method and backend. All pairs by the score itself is the exact way.
+The method "gaussians" computes Σ_n w_n exp(−‖x_i − x_j‖² / 2σ²s_n²) with w_n > 0, which is positive definite by
+construction: a sum of Gaussian kernels, each with its own method and backend. The method "exact" computes all pairs
+with the score log k.
 """
 
 import math
-from functools import cached_property, partial
-from typing import Any
+from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from qattn import _checks
+from qattn._types import ArrayLike
 from qattn.attended import Attended, merge
-from qattn.attention.dispatch import select
+from qattn.attention.api import BackendName
+from qattn.attention.batched import attend_batched
+from qattn.attention.dispatch import Dispatch
 from qattn.kernels.base import PointKernel
-from qattn.kernels.gaussian import GaussianKernel
-from qattn.kernels.prepared import attend_folded
+from qattn.kernels.gaussian.kernel import GaussianKernel, describe_sigma
+from qattn.kernels.gaussian.prepared import with_heads
 from qattn.kernels.profiles import Matern, Profile, RationalQuadratic
 
 __all__ = ["ExponentialKernel", "MaternKernel", "RationalQuadraticKernel"]
 
-_FEW_PAIRS = 2**22  # that "auto" computes exactly
-_MOST_NU = 100  # beyond, Bessel functions overflow
+RadialMethod = Literal["auto", "exact", "gaussians"]
+
+_FEW_PAIRS = 2**22  # up to which "auto" is "exact"
+_MAX_NU = 100  # beyond it Bessel functions overflow
 
 
 class _RadialKernel(PointKernel):
-    """The kernel of a profile; `GaussianKernel` at the bandwidth σ knows the points, and makes the terms of the sum."""
+    """The kernel of a profile. Its base, the Gaussian kernel of bandwidth σ, holds the points and makes the terms."""
 
-    def __init__(self, points: Any, sigma: Any, profile: Profile, method: str, tol: float, backend: str) -> None:
+    def __init__(
+        self,
+        points: ArrayLike,
+        sigma: ArrayLike,
+        profile: Profile,
+        method: RadialMethod,
+        tol: float,
+        backend: BackendName,
+    ) -> None:
         _checks.one_of("method", method, ("auto", "exact", "gaussians"))
         _checks.positive("`tol`", tol)
         if method == "exact" and not profile.is_elementary:
-            raise ValueError(f'{profile} has no closed form to be computed by. Take `method="gaussians"`.')
-        # Half of the error may be that of each Gaussian, the other half that of their sum.
+            raise ValueError(f'`method="exact"` needs a closed form, which {profile} lacks. Use `method="gaussians"`.')
+        # Half of the error is for each Gaussian kernel, the other half for the sum.
         self._base = GaussianKernel(points, sigma, tol=0.5 * tol, backend=backend)
         self._profile, self._method, self._tol, self._backend = profile, method, tol, backend
 
     def _of(self, base: GaussianKernel) -> "_RadialKernel":
-        """The same kernel with another base."""
-        kernel = object.__new__(type(self))
-        kernel.__dict__.update(self.__dict__, _base=base)
+        """Return the same kernel with another base."""
+        kernel = self._with(_base=base)
         kernel.__dict__.pop("_terms", None)
         return kernel
 
     def __repr__(self) -> str:
-        sigma = self.sigma
-        bandwidth = f"{float(sigma):g}" if sigma.ndim == 0 else f"{len(sigma)} bandwidths"
+        bandwidth = describe_sigma(self.sigma)
         parameters = "".join(f", {name}={value:g}" for name, value in self._parameters.items())
         name = type(self).__name__
         return f"{name}({tuple(self.points.shape)}, sigma={bandwidth}{parameters}, method={self.method!r})"
@@ -63,28 +75,28 @@ class _RadialKernel(PointKernel):
 
     @property
     def points(self) -> Tensor:
-        """The positions x, shape (*batch, N, d)."""
+        """Positions x, shape (*batch, N, d)."""
         return self._base.points
 
     @property
     def sigma(self) -> Tensor:
-        """The bandwidth σ, a tensor without axes or of shape (H,)."""
+        """Length scale σ, a scalar tensor or one of shape (H,)."""
         return self._base.sigma
 
     @property
-    def method(self) -> str:
-        """How it is computed, "exact" or "gaussians"."""
+    def method(self) -> Literal["exact", "gaussians"]:
+        """The method in use, "exact" or "gaussians"."""
         if self._method != "auto":
             return self._method
         return "exact" if self._profile.is_elementary and self.shape.numel() <= _FEW_PAIRS else "gaussians"
 
     @cached_property
     def _terms(self) -> list[tuple[Tensor, Tensor, GaussianKernel]]:
-        """Bandwidths in units of σ, log weights from the largest down, and Gaussian kernels prepared for them.
+        """Bandwidths in units of σ, log weights from the largest to the smallest, and prepared Gaussian kernels.
 
-        They are made once, with or without gradients: `attend` gives them the tensors that have some.
+        They are made once, from detached tensors: `attend` replaces those by tensors that may require gradients.
         """
-        # A power of two, so that the sum does not change with every point that moves.
+        # A power of two, so that moving points rarely change the sum.
         reach = 2.0 ** math.ceil(math.log2(max(1.0, self._base.diameter / float(self.sigma.detach().amin()))))
         bandwidths, log_weights = (x.to(self.sigma) for x in self._profile.gaussians(reach, 0.4 * self._tol))
         kernels = [self._base.with_sigma(s * self.sigma.detach()) for s in bandwidths]
@@ -105,50 +117,66 @@ class _RadialKernel(PointKernel):
             kernel._terms = self._terms
         return kernel
 
-    def at(self, points: Any) -> "_RadialKernel":
+    def at(self, points: ArrayLike) -> "_RadialKernel":
         return self._of(self._base.at(points))
 
-    def attend(self, bias: Tensor, value: Tensor | None = None) -> Attended:
-        if self.method == "exact":
-            chosen = partial(select, name=self._backend)
-            clouds, score = self._base.clouds(self.sigma), self._profile.score
-            return attend_folded(chosen, *clouds, value, bias, self._tol, score, self.sigma)
-        # Values of 16 bits are averaged in the precision of the logarithms, and rounded once.
-        values = None if value is None else value.to(torch.promote_types(value.dtype, self.dtype))
-        # A term adds at most w Σ e^b to a row. The largest come first, so that the least can be seen to add nothing.
-        total = torch.logsumexp(bias.detach(), dim=-1, keepdim=True) - math.log(0.1 * self._tol / len(self._terms))
+    def attend(self, bias: Tensor, value: Tensor | None = None, *, all_rows: bool = True) -> Attended:
         points, sigma, *targets = self.tensors
-        whole: Attended | None = None
+        if self.method == "exact":
+            key = with_heads(points.to(self.dtype), sigma)
+            query = with_heads(targets[0].to(self.dtype), sigma) if targets else key
+            return attend_batched(
+                Dispatch(self._backend),
+                query,
+                key,
+                value,
+                bias,
+                sigma=sigma,
+                score=self._profile.score,
+                tol=self._tol,
+                all_rows=all_rows,
+            )
+        # Values of 16 bits are averaged in the dtype of lse, and rounded once.
+        values = None if value is None else value.to(torch.promote_types(value.dtype, self.dtype))
+        # A term adds at most w Σ e^b to a row. The largest come first, so that negligible ones can be skipped.
+        total = torch.logsumexp(bias.detach(), dim=-1, keepdim=True) - math.log(0.1 * self._tol / len(self._terms))
+        merged: Attended | None = None
         for s, w, term in self._terms:
-            if whole is None or (w + total > whole.lse).any():
-                out, lse = term.replace(points, s * sigma, *targets).attend(bias, values)
+            if merged is None or (w + total > merged.lse).any():
+                out, lse = term.replace(points, s * sigma, *targets).attend(bias, values, all_rows=all_rows)
                 part = Attended(out, lse + w)
-                whole = part if whole is None else merge(whole, part)
-        assert whole is not None
-        return whole if value is None or whole.out is None else Attended(whole.out.to(value.dtype), whole.lse)
+                merged = part if merged is None else merge(merged, part)
+        assert merged is not None
+        return merged if value is None or merged.out is None else Attended(merged.out.to(value.dtype), merged.lse)
 
     def exact_lse(self, rows: Tensor, bias: Tensor) -> Tensor:
         return self._base.exact_lse(rows, bias, self._profile.score)
 
 
 class ExponentialKernel(_RadialKernel):
-    r"""K_ij = exp(−‖x_i − x_j‖ / σ), symmetric and positive definite; the Matérn kernel of ν = ½.
+    r"""K_ij = exp(−‖x_i − x_j‖ / σ), symmetric and positive definite; the Matérn kernel with ν = ½.
 
     Args:
-        points: Positions x of shape (*batch, N, d), a tensor or an array.
-        sigma: The length σ > 0: a number, or H numbers, which give a head axis before N.
-        method: "exact" computes all pairs; "gaussians" a sum of some thirty Gaussian kernels with positive weights,
-            each by its own cheapest method. "auto" takes the former for few pairs.
-        tol: The largest error of lse that is acceptable; see `error`.
-        backend: Which attention backend; see `qattn.backends()`.
+        points: Positions x of shape (*batch, N, d).
+        sigma: Length scale σ > 0: a number, or H numbers, which give a head axis before N.
+        method: "exact" computes all pairs; "gaussians" computes a sum of about thirty Gaussian kernels with positive
+            weights, each with its cheapest method. "auto" is "exact" for few pairs.
+        tol: Largest acceptable error of lse; see `error`.
+        backend: Attention backend; see `qattn.backends()`.
 
-    Example:
+    Examples:
         >>> ExponentialKernel(torch.randn(100, 3), sigma=0.5)
         ExponentialKernel((100, 3), sigma=0.5, method='exact')
     """
 
     def __init__(
-        self, points: Any, sigma: Any, *, method: str = "auto", tol: float = 1e-3, backend: str = "auto"
+        self,
+        points: ArrayLike,
+        sigma: ArrayLike,
+        *,
+        method: RadialMethod = "auto",
+        tol: float = 1e-3,
+        backend: BackendName = "auto",
     ) -> None:
         super().__init__(points, sigma, Matern(0.5), method, tol, backend)
 
@@ -161,26 +189,32 @@ class MaternKernel(_RadialKernel):
     r"""K_ij = 2^{1−ν} a^ν K_ν(a) / Γ(ν) with a = √(2ν) ‖x_i − x_j‖ / σ, symmetric and positive definite.
 
     Args:
-        points: Positions x of shape (*batch, N, d), a tensor or an array.
-        sigma: The length σ > 0: a number, or H numbers, which give a head axis before N.
-        nu: The smoothness ν > 0: ½ is the exponential kernel, ∞ the Gaussian one. Only ½, 3/2, … 19/2 can be "exact".
-        method: As of `ExponentialKernel`.
-        tol: The largest error of lse that is acceptable; see `error`.
-        backend: Which attention backend; see `qattn.backends()`.
+        points: Positions x of shape (*batch, N, d).
+        sigma: Length scale σ > 0: a number, or H numbers, which give a head axis before N.
+        nu: Smoothness 0 < ν ≤ 100: ½ gives the exponential kernel, the limit ∞ the Gaussian one. Only ½, 3/2, … 19/2
+            can be "exact".
+        method: "auto", "exact" or "gaussians"; see `ExponentialKernel`.
+        tol: Largest acceptable error of lse; see `error`.
+        backend: Attention backend; see `qattn.backends()`.
 
-    Example:
+    Examples:
         >>> MaternKernel(torch.randn(100, 3), sigma=0.5, nu=1.5)
         MaternKernel((100, 3), sigma=0.5, nu=1.5, method='exact')
     """
 
     def __init__(
-        self, points: Any, sigma: Any, nu: float, *, method: str = "auto", tol: float = 1e-3, backend: str = "auto"
+        self,
+        points: ArrayLike,
+        sigma: ArrayLike,
+        nu: float,
+        *,
+        method: RadialMethod = "auto",
+        tol: float = 1e-3,
+        backend: BackendName = "auto",
     ) -> None:
         _checks.positive("`nu`", nu)
-        if nu > _MOST_NU:
-            raise ValueError(
-                f"`nu` should be at most {_MOST_NU}; got {nu}. Take a `GaussianKernel`, which is the limit."
-            )
+        if nu > _MAX_NU:
+            raise ValueError(f"`nu` should be at most {_MAX_NU}; got {nu}. Use `GaussianKernel`, the limit ν → ∞.")
         super().__init__(points, sigma, Matern(float(nu)), method, tol, backend)
 
 
@@ -188,20 +222,27 @@ class RationalQuadraticKernel(_RadialKernel):
     r"""K_ij = (1 + ‖x_i − x_j‖² / 2ασ²)^{−α}, symmetric and positive definite, with heavy tails.
 
     Args:
-        points: Positions x of shape (*batch, N, d), a tensor or an array.
-        sigma: The length σ > 0: a number, or H numbers, which give a head axis before N.
-        alpha: How fast it falls off, α > 0; ∞ is the Gaussian kernel.
-        method: As of `ExponentialKernel`.
-        tol: The largest error of lse that is acceptable; see `error`.
-        backend: Which attention backend; see `qattn.backends()`.
+        points: Positions x of shape (*batch, N, d).
+        sigma: Length scale σ > 0: a number, or H numbers, which give a head axis before N.
+        alpha: Exponent α > 0 of the decay; the limit ∞ gives the Gaussian kernel.
+        method: "auto", "exact" or "gaussians"; see `ExponentialKernel`.
+        tol: Largest acceptable error of lse; see `error`.
+        backend: Attention backend; see `qattn.backends()`.
 
-    Example:
+    Examples:
         >>> RationalQuadraticKernel(torch.randn(100, 3), sigma=0.5, alpha=1)
         RationalQuadraticKernel((100, 3), sigma=0.5, alpha=1, method='exact')
     """
 
     def __init__(
-        self, points: Any, sigma: Any, alpha: float, *, method: str = "auto", tol: float = 1e-3, backend: str = "auto"
+        self,
+        points: ArrayLike,
+        sigma: ArrayLike,
+        alpha: float,
+        *,
+        method: RadialMethod = "auto",
+        tol: float = 1e-3,
+        backend: BackendName = "auto",
     ) -> None:
         _checks.positive("`alpha`", alpha)
         super().__init__(points, sigma, RationalQuadratic(float(alpha)), method, tol, backend)

@@ -1,4 +1,4 @@
-"""Layers for networks on points: diffusion at learned scales, attention by it, and the paper's network."""
+"""Layers for networks on points: diffusion at learned scales, attention by diffusion, and the network of the paper."""
 
 from qattn.nn.attention import QAttention, QBlock
 from qattn.nn.diffnet import QDiffNet

@@ -1,4 +1,4 @@
-"""Saving to files and to the Hugging Face Hub, where `huggingface_hub` is installed."""
+"""Saving to files and to the Hugging Face Hub, if `huggingface_hub` is installed."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ try:
 except ImportError:
 
     class HubMixin:  # type: ignore[no-redef]
-        """In its place: says what is missing."""
+        """A replacement without `huggingface_hub`, whose methods raise an error that names what is missing."""
 
         def __init_subclass__(cls, **_: Any) -> None:
             super().__init_subclass__()

@@ -1,0 +1,22 @@
+"""Types of arguments, and conversion of results to the type of an argument."""
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+from torch import Tensor
+
+__all__ = ["ArrayLike", "like_input"]
+
+ArrayLike: TypeAlias = Tensor | np.ndarray | Sequence[Any] | float
+"""A tensor, or anything that `numpy.asarray` makes an array of numbers."""
+
+
+def like_input(result: Tensor, given: ArrayLike) -> Any:
+    """Return `result` unchanged if `given` is a tensor, else as an array.
+
+    Examples:
+        >>> like_input(torch.ones(2), [1.0, 2.0])
+        array([1., 1.], dtype=float32)
+    """
+    return result if isinstance(given, Tensor) else result.numpy(force=True)

@@ -1,0 +1,179 @@
+"""Costs of the methods of a Gaussian kernel, and the choice of the cheapest.
+
+| method | computes | cost of a pass |
+|---|---|---|
+| "exact" | all pairs, by an attention backend | N M |
+| "tiles" | pairs of tiles that are near enough to matter | N · pairs in range |
+| "fourier" | Fᴴ ĝ F by two non-uniform FFTs, up to three dimensions | N + modes |
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from qattn.kernels.gaussian import exact_rows, fourier
+from qattn.kernels.gaussian.prepared import PreparedPoints
+from qattn.tiles import gaussian
+
+__all__ = ["METHODS", "Choice", "Workload", "choose", "is_known"]
+
+METHODS = ("exact", "tiles", "fourier")
+_FEW_PAIRS = 2**24  # up to which methods are not compared
+_SAMPLE = 128  # tiles for which near tiles are counted
+_ROWS = 64  # rows whose sums are computed
+
+
+@dataclass(frozen=True)
+class _Costs:
+    """Costs in nanoseconds of one CPU thread, or of an entire GPU."""
+
+    pair: float  # per pair of points
+    tile_pair: float  # to find a pair of near tiles
+    tiled_point: float  # to move a point to its tile and back
+    tap: float  # to spread a point to a grid point, and to gather from it
+    mode: float
+    fourier_point: float  # per point besides its taps: rows that are checked, and channels
+    call: dict[str, float]  # per call, at any size
+
+
+# Those of CPUs are measured (benchmarks/methods.py). Those of CUDA are estimates from memory bandwidths.
+_COSTS = {
+    "cpu": _Costs(0.24, 200.0, 80.0, 1.3, 120.0, 140.0, {"tiles": 2.5e6, "fourier": 1e7}),
+    "cuda": _Costs(0.002, 20.0, 1.0, 0.02, 0.5, 1.0, {"tiles": 2e6, "fourier": 2e6}),
+}
+# Cost of a channel, in passes for lse.
+_CHANNEL = {"exact": 0.15, "tiles": 0.15, "fourier": 0.44}
+
+
+def is_known(device: torch.device) -> bool:
+    """Return whether approximate methods run on a device."""
+    return device.type in _COSTS
+
+
+class Workload(NamedTuple):
+    """Passes for which costs are compared; by default four for lse, to normalize, and one with eight channels."""
+
+    sums: int = 4
+    channels: int = 8
+
+    def passes(self, method: str) -> float:
+        """Return the cost in units of one pass for lse with that method."""
+        return self.sums + 1 + self.channels * _CHANNEL[method]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A method, and the candidates among which it was chosen.
+
+    Attributes:
+        method: Name of the method.
+        notes: One note per candidate.
+        seconds: Estimated duration of a pass with each candidate.
+    """
+
+    method: str
+    notes: dict[str, str]
+    seconds: dict[str, float]
+
+    def __str__(self) -> str:
+        width = max(map(len, self.notes))
+        return "\n".join(
+            f"  {name:{width}}  {note}{'   ← taken' if name == self.method else ''}"
+            for name, note in self.notes.items()
+        )
+
+    def without_fourier(self, reason: str) -> "Choice":
+        """Return the choice after "fourier" has failed for a reason."""
+        others = {name: seconds for name, seconds in self.seconds.items() if name != "fourier"}
+        return Choice(min(others, key=others.__getitem__), self.notes | {"fourier": reason}, self.seconds)
+
+
+def choose(
+    points: PreparedPoints, sigma: float, tol: float, workload: Workload, refusals: dict[str, list[str]]
+) -> Choice:
+    """Choose the cheapest method for a bandwidth.
+
+    On several ranks, costs are those of the average rank, from numbers that are the same on all ranks.
+
+    Args:
+        points: Targets and points of the kernel.
+        sigma: Bandwidth.
+        tol: Largest acceptable error of lse.
+        workload: Passes for which the cost is estimated.
+        refusals: Reasons against "fourier" and "tiles"; a method with any is not considered.
+    """
+    ranks, device = points.ranks, points.device
+    num_keys, clouds = sum(points.keys), points.batch.numel()
+    N, M = max(1, sum(points.queries) // ranks.size), num_keys // ranks.size
+    pairs = N * num_keys * clouds
+    costs = _COSTS.get(device.type, _COSTS["cpu"])
+    threads = torch.get_num_threads() if device.type == "cpu" else 1
+    threads = -int(ranks.maximum(torch.tensor(-threads, device=device)))
+    seconds = {"exact": 1e-9 * costs.pair * pairs / threads}
+    if pairs <= _FEW_PAIRS:
+        return Choice("exact", {"exact": f"all {pairs:.1e} pairs: few, other methods not compared"}, seconds)
+    notes = {"exact": f"all {pairs:.1e} pairs, {_per_pass(seconds['exact'])}"}
+    notes |= {name: "; ".join(reasons) for name, reasons in refusals.items() if reasons}
+
+    if not refusals["fourier"]:
+        extent = (points.extent / sigma).tolist()
+        error = fourier.first_error(tol, _least_sum(points, sigma), math.sqrt(num_keys))
+        shape = fourier.modes(extent, error)
+        count, limit = math.prod(shape), fourier.most_modes(N + M)
+        if count > limit:
+            notes["fourier"] = f"{count:.1e} modes, more than {limit:.1e}"
+        else:
+            taps = costs.tap * max(2, round(-math.log10(10 * error)) + 1) ** len(shape)
+            cost = (taps + costs.fourier_point) * 0.5 * (N + M) + costs.mode * count
+            cost *= clouds * (1 if error >= fourier.SINGLE else 2)
+            seconds["fourier"] = 1e-9 * (cost + costs.call["fourier"]) / threads
+            notes["fourier"] = f"{' × '.join(map(str, shape))} modes, {_per_pass(seconds['fourier'])}"
+
+    if not refusals["tiles"]:
+        # Uniform clouds have the fewest pairs in reach. If even those are too many, there is no need to sort.
+        reach = math.sqrt(2 * math.log(1 / min(tol, 0.5)))
+        volume = math.prod(max(1.0, side / sigma / reach) for side in points.extent.tolist())
+        least = 1e-9 * costs.pair * pairs / volume / threads
+        if workload.passes("tiles") * least > 2 * min(workload.passes(name) * t for name, t in seconds.items()):
+            notes["tiles"] = f"at least {_per_pass(least)}: too many pairs in reach"
+        else:
+            tile_pairs, near = _near_pairs(points, sigma, tol)
+            cost = costs.pair * near + costs.tile_pair * tile_pairs + costs.tiled_point * N * clouds
+            seconds["tiles"] = 1e-9 * (cost + costs.call["tiles"]) / threads
+            notes["tiles"] = f"{near / pairs:.1e} of all pairs, {_per_pass(seconds['tiles'])}"
+    best = min(seconds, key=lambda name: workload.passes(name) * seconds[name])
+    # The same on all ranks, whose estimates may differ by rounding.
+    best = METHODS[int(ranks.maximum(torch.tensor(METHODS.index(best), device=device)))]
+    return Choice(best, {name: notes[name] for name in METHODS if name in notes}, seconds)
+
+
+def _per_pass(seconds: float) -> str:
+    return f"about {seconds:.2g} s per pass"
+
+
+def _least_sum(points: PreparedPoints, sigma: float) -> float:
+    """Compute the least Σ_j K_ij of a few rows, for equal weights."""
+    targets, keys, bandwidths = points.flat(torch.tensor(sigma, device=points.device))
+    rows = targets[:, :: max(1, -(-targets.shape[1] // _ROWS))]
+    clouds = zip(rows, keys, bandwidths, strict=True)
+    lse = torch.cat([exact_rows.attend(points.ranks, *cloud, None, None).lse for cloud in clouds])
+    return math.exp(-float(points.ranks.highest(-lse)))
+
+
+def _near_pairs(points: PreparedPoints, sigma: float, tol: float) -> tuple[float, ...]:
+    """Estimate the numbers per rank of near pairs of tiles, and of points in near parts of them, for equal biases.
+
+    A rank counts near keys among its own, and assumes the same fraction of near keys on every other rank. That is right
+    if the reach is far below or far above the extent of the shards.
+    """
+    ranks, N, M = points.ranks, *points.shape
+    counts = (0.0, 0.0)
+    if N and M:
+        targets, keys = (cloud.tiling(points.clouds[1].dtype) for cloud in points.sorted(torch.tensor(sigma)))
+        tiles, near = gaussian.count_near(targets, keys, sigma, tol, _SAMPLE)
+        factor = 1 + (ranks.size - 1) * min(1.0, near / (keys.clouds * N * M))
+        counts = factor * tiles, factor * near
+    sums = ranks.sum(torch.tensor(counts, dtype=torch.float64, device=points.device))
+    return tuple((sums / ranks.size).tolist())

@@ -1,0 +1,3 @@
+"""Diffusion operators: normalized kernels."""
+
+__all__: list[str] = []

@@ -1,0 +1,193 @@
+r"""Symmetric Sinkhorn normalization: the potential f with f + lse(f + log m) = 0.
+
+Then Q = ΛKMΛ, Λ = diag(e^f), M = diag(m), preserves constants. The error of the iteration f ← f − θ (f + lse) obeys
+e ← (I − θ (I + Q)) e, and the spectrum of I + Q lies in [1, 2] for every positive definite kernel. So θ = ½, the choice
+of the paper, halves the error in each step, and Chebyshev's iteration on [1, 2] divides it by 5.8. From a cold start, a
+first step with θ = ½ gets close enough for this linear theory.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from qattn import _checks
+from qattn._eager import eager
+from qattn._progress import Progress
+from qattn._types import ArrayLike
+from qattn._warning import warn_caller
+from qattn.kernels.base import Kernel
+from qattn.operators.adjoint import Chebyshev, implicit_potential
+from qattn.operators.scaling import apply, log_of_mass, needs_gradient, shares
+
+__all__ = ["SinkhornResult", "Solver", "sinkhorn", "solve_potential"]
+
+_MIN_UNROLLED = 8  # passes that are differentiated, each of which divides the error of a gradient by about five
+_GAIN = 0.2  # factor by which a step reduces the error, about
+
+
+@dataclass(frozen=True)
+class Solver:
+    """Options of Sinkhorn normalization, and of its derivative.
+
+    Attributes:
+        max_iter: Largest number of kernel passes. If the tolerance is not met by then, a warning is issued.
+        iteration: "chebyshev", or "plain" for the paper's averaging with θ = ½.
+        adjoint: "implicit" differentiates by solving (I + Q)ᵀu = g. "unroll" differentiates the iterations, at least
+            eight of them. "detach" does not differentiate the potential.
+    """
+
+    max_iter: int = 50
+    iteration: Literal["chebyshev", "plain"] = "chebyshev"
+    adjoint: Literal["implicit", "unroll", "detach"] = "implicit"
+
+    def __post_init__(self) -> None:
+        _checks.integer("max_iter", self.max_iter, 1)
+        _checks.one_of("iteration", self.iteration, ("chebyshev", "plain"))
+        _checks.one_of("adjoint", self.adjoint, ("implicit", "unroll", "detach"))
+
+
+@dataclass(frozen=True)
+class SinkhornResult:
+    """Result of `sinkhorn`.
+
+    Attributes:
+        potential: Potential f, shape (*batch, N).
+        marginal_error: Mass-weighted mean of |Q1 − 1| at this potential, shape (*batch,).
+        num_iter: Number of kernel passes, including the last one, which measures the error, shape (*batch,).
+        converged: Whether the error is below `tol`, shape (*batch,).
+        history: Errors of all passes, each of shape (*batch,).
+    """
+
+    potential: Tensor
+    marginal_error: Tensor
+    num_iter: Tensor
+    converged: Tensor
+    history: tuple[Tensor, ...] = ()
+
+    def to(self, device: torch.device) -> "SinkhornResult":
+        """Return the result on another device."""
+        potential, error, count, converged = (
+            x.to(device) for x in (self.potential, self.marginal_error, self.num_iter, self.converged)
+        )
+        return SinkhornResult(potential, error, count, converged, tuple(x.to(device) for x in self.history))
+
+
+@eager
+def sinkhorn(
+    kernel: Kernel,
+    mass: ArrayLike | None = None,
+    *,
+    tol: float = 1e-3,
+    solver: Solver = Solver(),  # noqa: B008 (it is frozen)
+    init: ArrayLike | None = None,
+) -> SinkhornResult:
+    r"""Find the potential f with Σ_j e^{f_i} K_ij m_j e^{f_j} = 1 for all i, by one lse per step.
+
+    Args:
+        kernel: Kernel K, of shape (*batch, N, N).
+        mass: Masses m ≥ 0 of shape (*batch, N), or one that broadcasts; by default those of the kernel, or 1/N each.
+            Points of mass 0 have no influence, so they can be padding.
+        tol: Mass-weighted mean of |Q1 − 1| at which to stop, for each item of the batch. With masses over many decades
+            the lightest points hardly count in it: use a smaller `tol` if they matter. With 0, all of
+            `solver.max_iter` passes are made.
+        solver: Options of the iteration and of its derivative.
+        init: Potential to start from, shape (*batch, N).
+
+    Examples:
+        >>> result = sinkhorn(GaussianKernel(torch.randn(200, 3), 0.5))
+        >>> bool(result.converged), int(result.num_iter)
+        (True, 5)
+    """
+    options = {"`tol`": tol, "`solver`": solver, "Whether there is `init`": init is not None}
+    kernel.ranks.agree("sinkhorn", kernel.device, options | {"The shape of `mass`": _checks.kind_of_rows(mass, -1)})
+    _checks.not_negative("tol", tol)
+    start = None if init is None else _checks.potential(init, kernel)
+    mass = _checks.mass(kernel.mass if mass is None else mass, kernel)
+    return solve_potential(kernel, mass, tol, solver, start, None)[0]
+
+
+def solve_potential(
+    kernel: Kernel, mass: Tensor, tol: float, solver: Solver, start: Tensor | None, value: Tensor | None
+) -> tuple[SinkhornResult, Tensor | None]:
+    """Solve as `sinkhorn` does, without checks, and apply Q to values (*batch, N, C), if any.
+
+    Q is applied in the last pass of the iteration, unless a gradient is required.
+    """
+    log_mass = log_of_mass(mass)
+    if value is not None:  # values may be NaN at points without mass
+        value = torch.where((mass == 0)[..., None], 0, value)
+    has_gradient = needs_gradient(kernel, mass, *(() if value is None else (value,)))
+    with torch.set_grad_enabled(torch.is_grad_enabled() and solver.adjoint == "unroll"):
+        result, out = _iterate(kernel, mass, log_mass, start, tol, solver, None if has_gradient else value)
+    if tol > 0 and not result.converged.all():
+        worst = float(result.marginal_error[~result.converged].amax())
+        warn_caller(
+            f"Sinkhorn stopped after {solver.max_iter} passes with a mean |Q1 − 1| of {worst:.1e}, above tol = "
+            f"{tol:.1e}. Raise `tol` or `max_iter`, as in `solver=Solver(max_iter=200)`, or use float64."
+        )
+    f = result.potential
+    if solver.adjoint == "implicit" and has_gradient:
+        f = implicit_potential(f, kernel, log_mass)
+        result = SinkhornResult(f, result.marginal_error, result.num_iter, result.converged, result.history)
+    if value is not None and out is None:
+        keeps_constants = solver.adjoint != "detach"  # a detached potential does not follow the kernel
+        out = apply(kernel, f, f + log_mass, value, keeps_constants=keeps_constants)
+    return result, out
+
+
+def _iterate(
+    kernel: Kernel,
+    mass: Tensor,
+    log_mass: Tensor,
+    start: Tensor | None,
+    tol: float,
+    solver: Solver,
+    value: Tensor | None,
+) -> tuple[SinkhornResult, Tensor | None]:
+    """Iterate until each item of the batch has converged; also return Q applied to values, if the last pass did it."""
+    share = shares(mass.detach(), kernel.ranks)
+    min_iter = _MIN_UNROLLED if torch.is_grad_enabled() and needs_gradient(kernel, log_mass) else 1
+    f = torch.zeros(kernel.shape[:-1], dtype=kernel.dtype, device=kernel.device) if start is None else start
+    batch, has_no_mass = f.shape[:-1], log_mass == -torch.inf
+    all_rows = bool((kernel.ranks.largest(has_no_mass.to(share)) > 0).any())
+    step = Chebyshev()
+    is_active = torch.ones(batch, dtype=torch.bool, device=f.device)
+    is_plain = torch.full_like(is_active, solver.iteration == "plain")
+    passes = torch.zeros(batch, dtype=torch.int64, device=f.device)
+    error = torch.full(batch, torch.inf, dtype=f.dtype, device=f.device)
+    errors: list[Tensor] = []
+    out, is_next_last, are_all_active = None, False, True
+    with Progress("Sinkhorn") as progress:
+        for count in range(1, solver.max_iter + 1):
+            # Items that have converged get no keys, which backends can skip.
+            is_last = value is not None and (count == solver.max_iter or is_next_last)
+            bias = torch.where(is_active[..., None], f + log_mass, -torch.inf)
+            mean, lse = kernel.attend(bias, value if is_last else None, all_rows=all_rows)
+            # Rows that no mass reaches, such as padding in a graph, have no potential, and are left unchanged.
+            residual = torch.where(is_active[..., None] & (lse > -torch.inf), -(f + lse), 0)
+            excess = torch.where(has_no_mass, 0, -residual.detach())  # e^x may overflow at points far away
+            new = kernel.ranks.total(share * torch.expm1(excess).abs())
+            # Chebyshev assumes a positive definite kernel: if the error grows, switch to the safe θ = ½.
+            is_plain = is_plain | (is_active & (new > 2 * error))
+            error = torch.where(is_active, new, error)
+            passes = passes + is_active
+            errors.append(error)
+            progress.advance(error=error)
+            out = None  # that of an earlier pass belongs to another potential
+            # The potential of points without mass follows from that of the others.
+            f = torch.where(has_no_mass & is_active[..., None] & (lse > -torch.inf), -lse, f)
+            if mean is not None and are_all_active:  # converged items have no keys in this pass, and so no mean
+                out = (torch.exp(f + lse)[..., None] * mean).to(mean.dtype)
+            if count >= min_iter:
+                is_active = is_active & ~(error <= tol)
+            # The only synchronization of a pass: the number of active items, and of those that the next pass leaves.
+            num_active, num_far = torch.stack([is_active.sum(), (is_active & (error * _GAIN > tol)).sum()]).tolist()
+            are_all_active, is_next_last = num_active == is_active.numel(), num_far == 0
+            if num_active == 0 or count == solver.max_iter:
+                break
+            fast = 0.5 * residual if start is None and count == 1 else step(residual)
+            move = torch.where(is_plain[..., None], 0.5 * residual, fast)
+            f = f + torch.where(is_active[..., None], move, 0)
+    return SinkhornResult(f, error, passes, error <= tol, tuple(errors)), out

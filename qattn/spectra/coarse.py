@@ -1,0 +1,59 @@
+r"""Coarse levels of large clouds, whose eigenvectors start the iteration for all points.
+
+The operator of the centers of neighboring points, with their total masses and a bandwidth that centers can resolve, has
+nearly the same eigenvectors (Theorem 4.5 of the paper). One application extends them to all points. What they lack is
+rough, and short filters recover it.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from qattn.kernels import GaussianKernel
+from qattn.operators.diffusion import Diffusion, diffusion
+from qattn.tiles.tiling import kd_order
+
+__all__ = ["centers_of_mass", "coarse_operator"]
+
+_GROUP = 8  # points per center
+_MIN_SITES = 4000  # fewer are not worth a coarse level
+_NEIGHBORS = 8.0  # row sum Σ_j K_ij of centers that the bandwidth should reach
+_MIN_NEIGHBORS = 0.05  # row sum below which the bandwidth would have to exceed the size of modes
+_SAMPLES = 256  # centers at which row sums are measured
+
+
+def coarse_operator(kernel: GaussianKernel, mass: Tensor, num_columns: int) -> Diffusion | None:
+    """Return the operator of a coarse level, or None if there are too few points or neighbors for one.
+
+    Args:
+        kernel: Kernel of the points.
+        mass: Their masses, shape (N,).
+        num_columns: Number of eigenvectors that the coarse level should have.
+    """
+    num_sites = int(kernel.ranks.sum((mass > 0).sum()))
+    if num_sites < max(_MIN_SITES, 4 * _GROUP * num_columns):
+        return None
+    centers, masses = centers_of_mass(kernel.points.detach(), mass)  # on each rank, those of its own points
+    # Centers have fewer neighbors than points, by as much as they are fewer; a larger bandwidth compensates.
+    samples = centers[:: max(1, len(centers) // _SAMPLES)]
+    lse = kernel.at(samples).attend(torch.zeros(len(mass), dtype=kernel.dtype, device=mass.device)).lse
+    neighbors = float(torch.exp(torch.cat(kernel.ranks.joined(lse))).median()) / _GROUP
+    if neighbors < _MIN_NEIGHBORS:
+        return None
+    sigma = float(kernel.sigma.detach()) * max(1.0, math.sqrt(_NEIGHBORS / neighbors))
+    return diffusion(kernel.like(centers, sigma), mass=masses)
+
+
+def centers_of_mass(points: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
+    """Return centers of mass (M, d) of groups of eight neighboring points (N, d), and the masses (M,) of the groups.
+
+    Centers have the density of the points, and modes that differ from theirs only in detail. A random sample would have
+    a density of its own, and modes that differ everywhere.
+    """
+    present = (mass > 0).nonzero()[:, 0]
+    order = present[kd_order(points[present].cpu()[None])[0].to(present.device)]
+    groups = order[: len(order) // _GROUP * _GROUP].reshape(-1, _GROUP)
+    masses = mass[groups]
+    totals = masses.sum(1)
+    return (masses[..., None] * points[groups]).sum(1) / totals[:, None], totals

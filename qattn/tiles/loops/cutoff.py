@@ -1,0 +1,269 @@
+"""Selection of the key tiles that matter to a query tile, by a walk down the tree of boxes.
+
+Bounds of distances give upper and lower bounds of the contribution of a node of keys to the sum of any row of a query
+tile. The largest lower bound, or the term of each point itself, is a *floor* of the sums. The tolerance, a fraction of
+the floor, is divided among all candidate tiles, and tiles whose upper bound is below their share are left out. So the
+cut-off depends on the biases, which contain masses and potentials, and on the sizes of values, not on distances alone.
+
+Bounds depend on the kind of weights, which is the type of the cut-off:
+
+    Gaussian   2^(β − c ‖x − y‖²):                   β − c span² ≤ log₂ ≤ β − c gap²,
+    mixture    2^(β − δᵀC⁻¹δ) / √det C, C = A + B:   bounded by the largest eigenvalues and the least det^⅓ (Minkowski).
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+from numba.extending import overload
+
+from qattn.tiles.compiled import compiled
+from qattn.tiles.tiling import PART, TILE
+
+__all__ = [
+    "PARTS",
+    "GaussianCutoff",
+    "MixtureCutoff",
+    "Nodes",
+    "count_near",
+    "list_near_tiles",
+    "near_parts",
+    "near_tiles",
+]
+
+PARTS = TILE // PART
+_SHARES = 12  # log₂ of the largest number of tiles among which the tolerance is divided
+_LEAST_EIGENVALUE = 0.5  # of a sum of two covariances: 1 without the rounding of long and thin covariances
+
+
+class GaussianCutoff(NamedTuple):
+    """Cut-off for Gaussian weights. Boxes are rows (low, high); logarithms are in base 2; tiles are the first nodes."""
+
+    tol: np.floating  # log₂ of the fraction of a row's sum that may be left out
+    floors: np.ndarray  # (query tiles,) known lower bounds of their row sums
+    query_tiles: int  # per cloud
+    query_nodes: int  # per cloud
+    key_nodes: int  # per cloud
+    starts: np.ndarray  # (levels + 1,) first node of each level of keys
+    queries: np.ndarray  # (clouds · query nodes, 2 D)
+    query_parts: np.ndarray  # (query tiles · PARTS, 2 D)
+    keys: np.ndarray  # (clouds · key nodes, 2 D)
+    key_parts: np.ndarray  # (key tiles · PARTS, 2 D)
+    tops: np.ndarray  # (clouds · key nodes,) log₂ Σ 2^β, with larger β for keys of large values
+    part_tops: np.ndarray  # (key tiles · PARTS,) the same
+    sums: np.ndarray  # (clouds · key nodes,) log₂ Σ 2^β
+    scales: np.ndarray  # (clouds,) c
+
+
+class Nodes(NamedTuple):
+    """Sets of Gaussians: boxes around their means, and bounds of their covariances."""
+
+    boxes: np.ndarray  # (n, 6)
+    spread: np.ndarray  # (n,) largest eigenvalue
+    size: np.ndarray  # (n,) least det^⅓
+
+
+class MixtureCutoff(NamedTuple):
+    """Cut-off for mixtures: the fields of `GaussianCutoff`, with sets of Gaussians in place of boxes."""
+
+    tol: float
+    floors: np.ndarray
+    query_tiles: int
+    query_nodes: int
+    key_nodes: int
+    starts: np.ndarray
+    queries: Nodes
+    query_parts: Nodes
+    keys: Nodes
+    key_parts: Nodes
+    tops: np.ndarray
+    part_tops: np.ndarray
+    sums: np.ndarray
+    has_determinant: bool  # whether weights are divided by √det C
+
+
+@njit(forceinline=True)
+def _gap(boxes, a, others, b):
+    """Compute the squared distance between two boxes."""
+    d = boxes.shape[1] // 2
+    total = boxes.dtype.type(0)
+    for c in range(d):
+        apart = max(boxes[a, c] - others[b, d + c], others[b, c] - boxes[a, d + c])
+        if apart > 0:
+            total += apart * apart
+    return total
+
+
+@njit(forceinline=True)
+def _span(boxes, a, others, b):
+    """Compute the largest squared distance between points of two boxes."""
+    d = boxes.shape[1] // 2
+    total = boxes.dtype.type(0)
+    for c in range(d):
+        apart = max(boxes[a, d + c] - others[b, c], others[b, d + c] - boxes[a, c])
+        total += apart * apart
+    return total
+
+
+@njit(forceinline=True)
+def _mixture_weight(top, squared, spread, size, has_determinant):
+    """Compute β − δ²/spread − ½ log₂ size³."""
+    return top - squared / spread - (1.5 * math.log2(size) if has_determinant else 0.0)
+
+
+def _most(cutoff, cloud, row, node):
+    """Bound the contribution of a node of keys to a row of a query node from above, in log₂."""
+
+
+def _least(cutoff, cloud, row, node):
+    """Bound the contribution of a node of keys to a row of a query node from below, in log₂."""
+
+
+def _most_of_part(cutoff, cloud, row, part):
+    """Bound the contribution of a part of the keys to a row of a part of the queries from above, in log₂."""
+
+
+@overload(_most, jit_options={"forceinline": True})
+def _(cutoff, cloud, row, node):
+    if cutoff.instance_class is GaussianCutoff:
+        return lambda cutoff, cloud, row, node: (
+            cutoff.tops[node] - cutoff.scales[cloud] * _gap(cutoff.queries, row, cutoff.keys, node)
+        )
+    return lambda cutoff, cloud, row, node: _mixture_weight(
+        cutoff.tops[node],
+        _gap(cutoff.queries.boxes, row, cutoff.keys.boxes, node),
+        cutoff.queries.spread[row] + cutoff.keys.spread[node],
+        cutoff.queries.size[row] + cutoff.keys.size[node],
+        cutoff.has_determinant,
+    )
+
+
+@overload(_least, jit_options={"forceinline": True})
+def _(cutoff, cloud, row, node):
+    if cutoff.instance_class is GaussianCutoff:
+        return lambda cutoff, cloud, row, node: (
+            cutoff.sums[node] - cutoff.scales[cloud] * _span(cutoff.queries, row, cutoff.keys, node)
+        )
+    return lambda cutoff, cloud, row, node: _mixture_weight(
+        cutoff.sums[node],
+        _span(cutoff.queries.boxes, row, cutoff.keys.boxes, node),
+        _LEAST_EIGENVALUE,
+        cutoff.queries.spread[row] + cutoff.keys.spread[node],
+        cutoff.has_determinant,
+    )
+
+
+@overload(_most_of_part, jit_options={"forceinline": True})
+def _(cutoff, cloud, row, part):
+    if cutoff.instance_class is GaussianCutoff:
+        return lambda cutoff, cloud, row, part: (
+            cutoff.part_tops[part] - cutoff.scales[cloud] * _gap(cutoff.query_parts, row, cutoff.key_parts, part)
+        )
+    return lambda cutoff, cloud, row, part: _mixture_weight(
+        cutoff.part_tops[part],
+        _gap(cutoff.query_parts.boxes, row, cutoff.key_parts.boxes, part),
+        cutoff.query_parts.spread[row] + cutoff.key_parts.spread[part],
+        cutoff.query_parts.size[row] + cutoff.key_parts.size[part],
+        cutoff.has_determinant,
+    )
+
+
+@njit
+def near_tiles(tile, cutoff, tiles, most, least):
+    """Write the indices of the key tiles that matter to a query tile to `tiles`.
+
+    `most` and `least` are buffers of the same size; on return `most` holds the upper bounds of the tiles.
+
+    Returns:
+        The number of tiles, and log₂ of a weight that is too small to matter.
+    """
+    starts, cloud = cutoff.starts, tile // cutoff.query_tiles
+    row, root = cloud * cutoff.query_nodes + tile - cloud * cutoff.query_tiles, cloud * cutoff.key_nodes
+    floor = cutoff.floors[tile]
+    count = 0
+    stack = np.empty((2 * len(starts), 2), np.int64)  # levels, and indices of nodes within them
+    stack[0, 0], stack[0, 1] = len(starts) - 2, 0
+    height = 1
+    while height > 0:
+        height -= 1
+        level, i = stack[height, 0], stack[height, 1]
+        node = root + starts[level] + i
+        high = _most(cutoff, cloud, row, node)
+        if not high > floor + cutoff.tol - _SHARES:
+            continue
+        low = _least(cutoff, cloud, row, node)
+        floor = max(floor, low)
+        if level == 0:
+            tiles[count], most[count], least[count] = cloud * starts[1] + i, high, low
+            count += 1
+            continue
+        child = starts[level - 1] + 2 * i
+        # The child with the larger lower bound comes next: the floor rises sooner, and more is left out.
+        swap = False
+        if child + 1 < starts[level]:
+            swap = _least(cutoff, cloud, row, root + child) < _least(cutoff, cloud, row, root + child + 1)
+            stack[height, 0], stack[height, 1] = level - 1, 2 * i + (not swap)
+            height += 1
+        stack[height, 0], stack[height, 1] = level - 1, 2 * i + swap
+        height += 1
+
+    if count == 0:
+        return 0, floor
+    total = 0.0
+    for n in range(count):
+        total += 2.0 ** (least[n] - floor)
+    floor += math.log2(max(total, 1.0))
+    share = floor + cutoff.tol - min(math.log2(count), _SHARES)
+    num_tiles = 0
+    for n in range(count):
+        if most[n] > share:
+            tiles[num_tiles], most[num_tiles] = tiles[n], most[n]
+            num_tiles += 1
+    return num_tiles, share
+
+
+@njit
+def near_parts(row, tiles, cutoff, least, near):
+    """Write the indices of the parts of key tiles that matter to a part of the queries to `near`; return the count.
+
+    Parts are listed before they are processed: loops without a branch run twice as fast.
+    """
+    count, cloud = 0, row // (cutoff.query_tiles * PARTS)
+    for tile in tiles:
+        for part in range(tile * PARTS, (tile + 1) * PARTS):
+            near[count] = part
+            count += _most_of_part(cutoff, cloud, row, part) > least
+    return count
+
+
+@njit
+def _buffers(cutoff):
+    size = cutoff.starts[1] * (len(cutoff.tops) // cutoff.key_nodes)  # key tiles of all clouds
+    return np.empty(size, np.int64), np.empty(size, cutoff.tops.dtype), np.empty(size, cutoff.tops.dtype)
+
+
+@compiled
+def list_near_tiles(cutoff, counts, lists):
+    """Write the number of key tiles that matter to each query tile, and as many indices as fit a row of `lists`."""
+    tiles, most, least = _buffers(cutoff)
+    for tile in range(len(counts)):
+        counts[tile], _ = near_tiles(tile, cutoff, tiles, most, least)
+        for n in range(min(counts[tile], lists.shape[1])):
+            lists[tile, n] = tiles[n]
+
+
+@compiled
+def count_near(query_tiles, cutoff):
+    """Count the key tiles that matter to some query tiles, and the pairs of parts that matter."""
+    tiles, most, least = _buffers(cutoff)
+    near = np.empty(PARTS * len(tiles), np.int64)
+    num_tiles, num_parts = 0, 0
+    for tile in query_tiles:
+        count, threshold = near_tiles(tile, cutoff, tiles, most, least)
+        num_tiles += count
+        for row in range(tile * PARTS, (tile + 1) * PARTS):
+            num_parts += near_parts(row, tiles[:count], cutoff, threshold, near)
+    return num_tiles, num_parts

@@ -1,0 +1,85 @@
+"""The order of a balanced k-d tree.
+
+Halving a cloud repeatedly at the median of its longest side gives runs of near points. Pairs of such runs within reach
+of one another hold half as many points as those along a space-filling curve.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from numba import njit
+
+from qattn.tiles.compiled import compiled
+
+__all__ = ["sort", "split"]
+
+
+@njit
+def _swap(points, order, i, j):
+    for c in range(points.shape[1]):
+        points[i, c], points[j, c] = points[j, c], points[i, c]
+    order[i], order[j] = order[j], order[i]
+
+
+@njit
+def _select(points, order, first, last, k, axis):
+    """Swap rows first … last − 1 until none before k lies beyond one from k on, along one axis (quickselect)."""
+    last -= 1
+    while first < last:
+        a, b, c = points[first, axis], points[(first + last) // 2, axis], points[last, axis]
+        pivot = max(min(a, b), min(max(a, b), c))
+        i, j = first, last
+        while i <= j:  # equal numbers stop both scans, so that ties are divided evenly
+            while points[i, axis] < pivot:
+                i += 1
+            while points[j, axis] > pivot:
+                j -= 1
+            if i <= j:
+                _swap(points, order, i, j)
+                i += 1
+                j -= 1
+        if k <= j:
+            last = j
+        elif k >= i:
+            first = i
+        else:
+            return
+
+
+@njit
+def _longest_side(points, first, last):
+    axis, longest = 0, points[first, 0] - points[first, 0]
+    for c in range(points.shape[1]):
+        low = high = points[first, c]
+        for i in range(first + 1, last):
+            low, high = min(low, points[i, c]), max(high, points[i, c])
+        if high - low > longest:
+            axis, longest = c, high - low
+    return axis
+
+
+@compiled
+def split(points, order, first, last, leaf):
+    """Divide rows first … last − 1 in two, and return where the second part begins; `last` if they are one leaf.
+
+    The first part has the largest number 2^n of leaves below the total, so that every aligned run of 2^n leaves is a
+    node of the tree.
+    """
+    if last - first <= leaf:
+        return last
+    size = leaf
+    while 2 * size < last - first:
+        size *= 2
+    _select(points, order, first, last, first + size, _longest_side(points, first, last))
+    return first + size
+
+
+@compiled
+def sort(points, order, first, last, leaf):
+    """Sort the rows first … last − 1 of points (N, d), and `order` (N,) with them, into the leaves of a tree."""
+    stack = [(first, last)]
+    while len(stack) > 0:
+        first, last = stack.pop()
+        middle = split(points, order, first, last, leaf)
+        if middle < last:
+            stack.append((first, middle))
+            stack.append((middle, last))

@@ -1,0 +1,102 @@
+"""CUDA tensors without a CUDA device: fake ones, that have shapes and no numbers; no tests."""
+
+from unittest import mock
+
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Indexing(TorchFunctionMode):
+    """Basic indexing and `~` by plain operators: they ask for a CUDA build themselves, even of a fake tensor."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.__invert__:
+            return torch.logical_not(*args)
+        if function is not torch.Tensor.__getitem__:
+            return function(*args, **(kwargs or {}))
+        tensor, index = args
+        index = index if isinstance(index, tuple) else (index,)
+        if Ellipsis in index:
+            missing = tensor.ndim - sum(i is not None and i is not Ellipsis for i in index)
+            where = index.index(Ellipsis)
+            index = index[:where] + (slice(None),) * missing + index[where + 1 :]
+        axis = 0
+        for i in index:
+            if i is None:
+                tensor = tensor.unsqueeze(axis)
+            elif isinstance(i, int):
+                tensor, axis = tensor.select(axis, i), axis - 1
+            elif i != slice(None):
+                start, stop, step = i.indices(tensor.shape[axis])
+                assert step == 1
+                tensor = tensor.narrow(axis, start, stop - start)
+            axis += 1
+        return tensor
+
+
+class Recorder(TorchDispatchMode):
+    """Keeps the attention operators that were called, with their tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if "attention" in function.__name__:
+            self.calls.append((function.__name__, args, kwargs, result))
+        return result
+
+
+class Synchronizations(TorchFunctionMode):
+    """Counts what the host waits for: numbers and copies that come from the device.
+
+    As fake tensors have no numbers, all are 1, `all()` is true and `any()` is false: nothing is wrong with the inputs.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __enter__(self):
+        # One copy of a real tensor, and one number at a time of a fake one.
+        self._patch = mock.patch.object(FakeTensor, "tolist", lambda tensor: self._numbers(tensor))
+        self._patch.start()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        self._patch.stop()
+        return super().__exit__(*error)
+
+    def _numbers(self, tensor):
+        self.count += 1
+        return np.ones(tensor.shape, float if tensor.is_floating_point() else int).tolist()
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        name, tensor = function.__name__, args[0] if args else None
+        if isinstance(tensor, torch.Tensor) and tensor.device.type == "cuda":
+            assert name not in ("nonzero", "masked_select"), f"{name}: a size that depends on numbers of the device"
+            convert = {"__bool__": bool, "__float__": float, "__int__": int, "__index__": int}.get(name)
+            if name == "item":
+                return self._numbers(tensor)
+            self.count += convert is not None or name in ("cpu", "numpy")
+            if convert is not None:
+                return convert(getattr(tensor, "answer", 1))
+        result = function(*args, **(kwargs or {}))
+        if name == "to" and tensor.device.type == "cuda":
+            self.count += result.device.type == "cpu"
+        if name == "any":
+            result.answer = 0
+        return result
+
+
+def fake_cuda(capability=(8, 0)):
+    """Patches and modes in which CUDA tensors are fake."""
+    return (
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=capability),
+        FakeTensorMode(),
+        Indexing(),
+    )
