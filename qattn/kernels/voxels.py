@@ -188,7 +188,7 @@ class VoxelKernel(Kernel):
         if all_rows and len(rows := _unsure_rows(bias.detach(), total.detach(), span)):
             exact = self._attend_far(rows, bias, value)
             lse = lse.index_copy(-1, rows, exact.lse.to(dtype))
-            out = None if out is None or exact.out is None else out.index_copy(-2, rows, exact.out)
+            out = None if out is None or exact.out is None else out.index_copy(-2, rows, exact.out.to(out))
         return Attended(out, lse.to(self.dtype))
 
     def _smooth(self, columns: Tensor, reach: list[int]) -> Tensor:
