@@ -187,7 +187,7 @@ class VoxelKernel(Kernel):
             out = (sums / torch.where(has_weight, total, 1)[..., None]).to(value.dtype)
         if all_rows and len(rows := _unsure_rows(bias.detach(), total.detach(), span)):
             exact = self._attend_far(rows, bias, value)
-            lse = lse.index_copy(-1, rows, exact.lse.to(dtype))
+            lse = lse.index_copy(-1, rows, exact.lse.to(lse))
             out = None if out is None or exact.out is None else out.index_copy(-2, rows, exact.out.to(out))
         return Attended(out, lse.to(self.dtype))
 
