@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Attended", "Derivatives", "merge", "sized"]
+__all__ = ["Attended", "Derivatives", "PairSums", "merge", "sized"]
 
 _MIN_SIZE = 1e-6  # of the largest row, for rows that are 0 but have a derivative
 
@@ -38,6 +38,22 @@ class Derivatives(NamedTuple):
     total: Tensor
     first: Tensor
     second: Tensor
+
+
+class PairSums(NamedTuple):
+    """Sums of derivatives over the keys of each query, and over the queries of each key.
+
+    Attributes:
+        rows: Sums over keys.
+        column_total: Σ_i s̄_ij, shape (B, M); None if not computed.
+        column_first: Σ_i s̄_ij (k_j − q_i), shape (B, M, D); None if not computed.
+        values: Σ_i p_ij R_i of the first channels, shape (B, M, C′); None if not computed.
+    """
+
+    rows: Derivatives
+    column_total: Tensor | None = None
+    column_first: Tensor | None = None
+    values: Tensor | None = None
 
 
 def merge(a: Attended, b: Attended) -> Attended:

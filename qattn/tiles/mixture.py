@@ -14,7 +14,7 @@ from torch import Tensor
 from qattn.attended import Attended
 from qattn.tiles.gaussian import excess
 from qattn.tiles.threads import chunks, share
-from qattn.tiles.tiling import FACTOR, PART, TILE, Tiling, kd_order
+from qattn.tiles.tiling import FACTOR, PART, TILE, Tiling, Weights, kd_order
 
 if TYPE_CHECKING:
     from qattn.tiles.loops.cutoff import MixtureCutoff, Nodes
@@ -35,9 +35,9 @@ class MixtureTiling:
         eigenvalues = torch.linalg.eigvalsh(matrices)  # (B, N, 3), rising
         order = kd_order(torch.cat([means, eigenvalues[..., -1:].sqrt()], dim=-1))
         self.tiling = Tiling(means * FACTOR, order)  # with the factor, e^(−½x²) is 2^(−x²)
-        self.rows = torch.cat([self.tiling.points, self.tiling.tiled(triangle)], dim=-1)  # (B T, TILE, 9)
+        self.rows = torch.cat([self.tiling.points, self.tiling.rows(triangle)], dim=-1)  # (B T, TILE, 9)
         self.columns = self.rows.mT.contiguous()  # (B T, 9, TILE)
-        eigenvalues = self.tiling.tiled(eigenvalues)  # (B T, TILE, 3)
+        eigenvalues = self.tiling.rows(eigenvalues)  # (B T, TILE, 3)
         self._spread, self._size = eigenvalues[..., -1], eigenvalues.prod(-1) ** (1 / 3)
         self.log_own = -0.5 * torch.log2(2 * eigenvalues).sum(-1)  # log₂(1 / √det C) with itself, (B T, TILE)
 
@@ -89,21 +89,19 @@ class MixtureTiles:
         from qattn.tiles.loops import mixture, simd
 
         query, key = self.query, self.key
-        beta, top = key.tiling.to_base_2(bias)
-        by_value = None if value is None else key.tiling.to_base_2(bias + excess(value, bias), top)[0]
-        cutoff = self._cutoff(beta, tol, by_value)
+        weights = key.tiling.weights(bias)
+        by_value = None if value is None else key.tiling.weights(bias + excess(value, bias), weights.top)
+        cutoff, beta = self._cutoff(weights, tol, by_value), weights.beta
         C, lanes = 0 if value is None else value.shape[-1], simd.REGISTER_BYTES // beta.itemsize
         channels = -(-C // lanes) * lanes
-        values = beta.new_zeros(len(key.rows), TILE, channels)
-        if value is not None:
-            values[..., :C] = key.tiling.tiled(value)
+        values = beta.new_empty(len(key.rows), TILE, 0) if value is None else key.tiling.rows(value, channels)
         lse, out = beta.new_empty(len(query.rows), TILE), beta.new_empty(len(query.rows), TILE, channels)
         tiny = key.tiling.size * 2.0 ** simd.LOWEST[64] / torch.finfo(beta.dtype).eps
         arrays = [x.numpy() for x in (query.rows, key.columns, beta, values)]
         run = partial(mixture.attend_mixtures, *arrays, cutoff, tiny, lse.numpy(), out.numpy())
         share(run, self._chunks)
-        lse = query.tiling.untiled(lse) * math.log(2) + top
-        return Attended(None if value is None else query.tiling.untiled(out[..., :C]), lse)
+        lse = query.tiling.untiled(lse) * math.log(2) + weights.top
+        return Attended(None if value is None else query.tiling.from_rows(out)[..., :C], lse)
 
     def differentiate(
         self, row: Tensor, column: Tensor, bias: Tensor, shift: Tensor, tol: float
@@ -112,14 +110,15 @@ class MixtureTiles:
         from qattn.tiles.loops import mixture
 
         query, key = self.query, self.key
-        beta, top = key.tiling.to_base_2(bias)
-        cutoff = self._cutoff(beta + torch.log2(key.tiling.tiled(column).abs().amax(-1)), tol)
+        weights = key.tiling.weights(bias)
+        beta, top = weights.beta, weights.top
+        cutoff = self._cutoff(key.tiling.weights(bias + torch.log(column.abs().amax(-1)), top), tol)
         shifts = query.tiling.tiled((shift - top) / math.log(2))
-        rows, columns = query.tiling.tiled(row), key.tiling.tiled(column).mT.contiguous()
+        rows, columns = query.tiling.rows(row), key.tiling.columns_of(column)
         result = beta.new_empty(len(query.rows), TILE, 10)
         arrays = [x.numpy() for x in (query.rows, shifts, rows, key.columns, beta, columns)]
         share(partial(mixture.differentiate_mixtures, *arrays, cutoff, result.numpy()), self._chunks)
-        total, means, triangle = query.tiling.untiled(result).split([1, 3, 6], dim=-1)
+        total, means, triangle = query.tiling.from_rows(result).split([1, 3, 6], dim=-1)
         # Coordinates contain FACTOR, and each entry off the diagonal occurs twice in the matrix.
         twice = triangle.new_tensor([1, 2, 2, 1, 2, 1])
         return total[..., 0], torch.cat([means / FACTOR, triangle * twice], dim=-1)
@@ -128,24 +127,21 @@ class MixtureTiles:
         """List the key tiles that matter to each query tile: counts (tiles,) and indices (tiles, width)."""
         from qattn.tiles.loops.cutoff import list_near_tiles
 
-        cutoff = self._cutoff(self.key.tiling.to_base_2(bias.detach().cpu().double())[0], tol)
+        cutoff = self._cutoff(self.key.tiling.weights(bias.detach().cpu().double()), tol)
         counts = torch.empty(len(self.query.rows), dtype=torch.int64)
         list_near_tiles(cutoff, counts.numpy(), torch.empty(len(counts), 0, dtype=torch.int64).numpy())
         lists = torch.zeros(len(counts), max(1, int(counts.amax())), dtype=torch.int64)
         list_near_tiles(cutoff, counts.numpy(), lists.numpy())
         return counts, lists
 
-    def _cutoff(self, beta: Tensor, tol: float, by_value: Tensor | None = None) -> "MixtureCutoff":
+    def _cutoff(self, weights: Weights, tol: float, by_value: Weights | None = None) -> "MixtureCutoff":
         from qattn.tiles.loops.cutoff import MixtureCutoff
 
         query, key = self.query, self.key
         # The sum of a row is at least the term of the Gaussian itself.
         own = key.log_own if self._has_determinant else torch.zeros_like(key.log_own)
-        floors = (beta + own).amin(-1) if query is key else beta.new_full((len(query.rows),), -torch.inf)
-        part_tops, sums = key.tiling.log_sums(beta)
-        tops = sums
-        if by_value is not None:
-            part_tops, tops = key.tiling.log_sums(by_value)
+        floors = (weights.beta + own).amin(-1) if query is key else own.new_full((len(query.rows),), -torch.inf)
+        tops = weights if by_value is None else by_value
         return MixtureCutoff(
             tol=math.log2(tol),
             floors=floors.numpy(),
@@ -157,9 +153,9 @@ class MixtureTiles:
             query_parts=query.parts,
             keys=key.nodes,
             key_parts=key.parts,
-            tops=tops.flatten().numpy(),
-            part_tops=part_tops.numpy(),
-            sums=sums.flatten().numpy(),
+            tops=tops.nodes.numpy(),
+            part_tops=tops.parts.numpy(),
+            sums=weights.nodes.numpy(),
             has_determinant=self._has_determinant,
         )
 

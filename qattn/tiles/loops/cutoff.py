@@ -28,10 +28,14 @@ __all__ = [
     "GaussianCutoff",
     "MixtureCutoff",
     "Nodes",
+    "Reach",
     "count_near",
+    "find_least",
     "list_near_tiles",
     "near_parts",
     "near_tiles",
+    "parts_in_reach",
+    "tiles_in_reach",
 ]
 
 PARTS = TILE // PART
@@ -236,6 +240,77 @@ def near_parts(row, tiles, cutoff, least, near):
         for part in range(tile * PARTS, (tile + 1) * PARTS):
             near[count] = part
             count += _most_of_part(cutoff, cloud, row, part) > least
+    return count
+
+
+class Reach(NamedTuple):
+    """What matters to sums over pairs from either side: for each query over keys, and for each key over queries.
+
+    Logarithms are in base 2. A pair of tiles matters to a row if the cut-off of rows says so, and to a column if the
+    same holds with queries and keys exchanged.
+    """
+
+    row_least: np.ndarray  # (query tiles,) weights that are too small to matter to a row
+    column_least: np.ndarray  # (clouds · key nodes,) least of those that are too small to matter to a column
+    row_tops: np.ndarray  # (query tiles,) log₂ Σ 2^β over rows, as weights of columns
+    row_part_tops: np.ndarray  # (query tiles · PARTS,) the same
+
+
+@compiled
+def find_least(cutoff, least, begin, end):
+    """Write log₂ of the weight that is too small to matter to each of the query tiles begin … end − 1."""
+    tiles, high, low = _buffers(cutoff)
+    for tile in range(begin, end):
+        _, least[tile] = near_tiles(tile, cutoff, tiles, high, low)
+
+
+@njit
+def tiles_in_reach(tile, cutoff, reach, first, last, tiles):
+    """Write the indices of the key tiles first … last − 1, a node, that matter to a query tile or to which it matters.
+
+    Returns:
+        The number of tiles.
+    """
+    starts, cloud = cutoff.starts, tile // cutoff.query_tiles
+    row, root = cloud * cutoff.query_nodes + tile - cloud * cutoff.query_tiles, cloud * cutoff.key_nodes
+    scale, count = cutoff.scales[cloud], 0
+    stack = np.empty((2 * len(starts), 2), np.int64)  # levels, and indices of nodes within them
+    level, i = 0, first - cloud * starts[1]
+    while (1 << level) < last - first:
+        level += 1
+    stack[0, 0], stack[0, 1] = level, i >> level
+    height = 1
+    while height > 0:
+        height -= 1
+        level, i = stack[height, 0], stack[height, 1]
+        node = root + starts[level] + i
+        decay = scale * _gap(cutoff.queries, row, cutoff.keys, node)
+        matters_to_row = cutoff.tops[node] - decay > reach.row_least[tile]
+        if not (matters_to_row or reach.row_tops[tile] - decay > reach.column_least[node]):
+            continue
+        if level == 0:
+            tiles[count] = cloud * starts[1] + i
+            count += 1
+            continue
+        for child in range(2 * i, min(2 * i + 2, starts[level] - starts[level - 1])):
+            stack[height, 0], stack[height, 1] = level - 1, child
+            height += 1
+    return count
+
+
+@njit
+def parts_in_reach(row, tiles, cutoff, reach, near):
+    """Write the indices of the parts of key tiles that a part of the queries matters to, or that matter to it."""
+    count, tile = 0, row // PARTS
+    cloud = tile // cutoff.query_tiles
+    offset, scale = cloud * cutoff.key_nodes - cloud * cutoff.starts[1], cutoff.scales[cloud]
+    for key_tile in tiles:
+        least = reach.column_least[key_tile + offset]
+        for part in range(key_tile * PARTS, (key_tile + 1) * PARTS):
+            decay = scale * _gap(cutoff.query_parts, row, cutoff.key_parts, part)
+            near[count] = part
+            matters_to_row = cutoff.part_tops[part] - decay > reach.row_least[tile]
+            count += matters_to_row or reach.row_part_tops[row] - decay > least
     return count
 
 
