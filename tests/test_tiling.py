@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from qattn.tiles.gaussian import attend as attend_tilings
 from qattn.tiles.gaussian import near_tiles
-from qattn.tiles.tiling import PART, TILE, Tiling, kd_order
+from qattn.tiles.sizes import PART, TILE
+from qattn.tiles.tiling import Tiling, kd_order
 
 
 def tiling(points):

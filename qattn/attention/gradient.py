@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from qattn.attended import Attended, Derivatives, PairSums, sized
+from qattn.attended import Attended, Derivatives, PairSums, balanced, power_of_2, sized
 from qattn.attention.engine import Differentiating, Engine, Fused
 from qattn.attention.inputs import Inputs
 
@@ -166,26 +166,22 @@ class _Sides:
 
     def fused(self, engine: Fused, needs: _Needs) -> PairSums:
         """Take all sums in one pass."""
-        # Channels of about equal sizes, so that a cut-off sees which of them matter; powers of two round nothing.
-        channels = self._row.shape[-1] - 1
-        sizes = [_power_of_2(self._column[..., :channels]), torch.ones_like(self._column[:, :1, :1])]
-        size = torch.cat([x.expand(-1, 1, n) for x, n in zip(sizes, (channels, 1), strict=True)], dim=-1)
-        row = self._row * size
-        unit = _power_of_2(row)  # (B, 1, 1)
+        row, column, size = balanced(self._row, self._column)
+        unit = power_of_2(row)  # (B, 1, 1)
         (total, first, second), column_total, column_first, values = engine.pair_sums(
             self.inputs,
             row / unit,
-            self._column / size,
+            column,
             self._shift,
             by_points=needs.points,
             by_column=needs.key or needs.bias,
-            num_values=channels if needs.value else 0,
+            num_values=row.shape[-1] - 1 if needs.value else 0,
         )
         return PairSums(
             Derivatives(unit[..., 0] * total, unit * first, unit[..., 0] * second),
             None if column_total is None else unit[..., 0] * column_total,
             None if column_first is None else unit * column_first,
-            None if values is None else unit / sizes[0] * values,
+            None if values is None else unit / size * values,
         )
 
     def composed(self, needs: _Needs) -> PairSums:
@@ -203,12 +199,6 @@ class _Sides:
             assert rows is not None
             return PairSums(rows)
         return PairSums(columns if rows is None else rows, columns.total, -columns.first)
-
-
-def _power_of_2(x: Tensor) -> Tensor:
-    """Return a power of two near the largest |x| of each item of the batch, (B, 1, 1); 1 where all x are 0."""
-    largest = x.detach().abs().amax((-2, -1), keepdim=True) if x.numel() else x.new_zeros(len(x), 1, 1)
-    return torch.where(largest > 0, torch.exp2(torch.frexp(largest).exponent.to(x.dtype).clamp(-126, 126)), 1)
 
 
 def _sides(

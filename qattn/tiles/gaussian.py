@@ -1,7 +1,6 @@
 """Gaussian attention between two clouds in tiles, and sums of its derivatives over pairs."""
 
 import math
-from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -10,20 +9,20 @@ from torch import Tensor
 
 from qattn.attended import Attended, Derivatives, PairSums
 from qattn.ranks import ALONE, Ranks
-from qattn.tiles.threads import chunks, share
-from qattn.tiles.tiling import FACTOR, PART, TILE, Tiling, Weights
+from qattn.tiles.pairs import both_sides, rounds
+from qattn.tiles.sizes import TILE
+from qattn.tiles.threads import chunks, even_chunks, share
+from qattn.tiles.tiling import FACTOR, Tiling, Weights
 
 if TYPE_CHECKING:
-    from qattn.tiles.loops.cutoff import GaussianCutoff, Reach
+    from qattn.tiles.loops.cutoff import GaussianCutoff
 
 __all__ = ["attend", "count_near", "differentiate", "excess", "near_tiles"]
 
 _UNROLLED = 4  # largest dimension with a loop compiled for it
 # Pairs of points per task of a thread: the least pays for the overhead, the most keeps threads equally busy.
 _MIN_PAIRS, _MAX_PAIRS = 2**18, 2**22
-# Blocks of queries, and of keys, that meet in rounds: how many at most, and how many pairs two of them have at least.
-_MAX_BLOCKS, _PAIRS_OF_BLOCKS = 64, 2**16
-_CHUNKS = 16  # tasks per thread, where the number of pairs is not known
+_CHUNKS = 16  # tasks per thread
 
 
 def attend(
@@ -126,57 +125,17 @@ def differentiate(
         if by_column or num_values:
             sizes = query.weights(torch.log(row.abs().amax(-1)) - shift, torch.zeros_like(weights.top))
             back = _cutoff(key, query, scale, sizes, tol)
-        reach = _reach(query, key, cutoff, back)
+        reach = both_sides(query, key, cutoff, back)
     arrays = [x.numpy() for x in (query.points, scale, shifts, rows, key.columns, weights.beta, columns)]
     results = [x.numpy() for x in (rowwise, columnwise, values)]
     run = partial(gaussian.differentiate_tiles, *arrays, cutoff, reach, by_points, *results)
-    share(run, *_rounds(query, key))
+    share(run, *rounds(query, key))
     total, first, second = query.from_rows(rowwise).split([1, D, 1], dim=-1)
     result = PairSums(Derivatives(total[..., 0], first, second[..., 0]))
     if by_column:
         total, first = key.from_rows(columnwise.mT).split([1, D], dim=-1)
         result = result._replace(column_total=total[..., 0], column_first=first)
     return result._replace(values=key.from_rows(values.mT)) if num_values else result
-
-
-def _rounds(query: Tiling, key: Tiling) -> Iterator[list[tuple[int, int, int, int]]]:
-    """Yield lists of tasks, ranges of query tiles and of key tiles, such that no tile occurs twice in a list."""
-    pairs = query.clouds * query.size * key.size
-    most = max(1, min(_MAX_BLOCKS, round(math.sqrt(pairs / _PAIRS_OF_BLOCKS)) // query.clouds))
-    width = 1 << max(0, (-(-max(query.tiles, key.tiles) // most) - 1).bit_length())  # a power of two is a node of trees
-    blocks = [
-        [(first, min(first + width, tiles)) for first in range(0, tiles, width)] for tiles in (query.tiles, key.tiles)
-    ]
-    num_blocks = max(map(len, blocks))
-    for step in range(num_blocks):
-        tasks = []
-        for b in range(query.clouds):
-            for n, (begin, end) in enumerate(blocks[0]):
-                other = (n + step) % num_blocks
-                if other < len(blocks[1]):
-                    first, last = blocks[1][other]
-                    q, k = b * query.tiles, b * key.tiles
-                    tasks.append((q + begin, q + end, k + first, k + last))
-        yield tasks
-
-
-def _reach(query: Tiling, key: Tiling, cutoff: "GaussianCutoff", back: "GaussianCutoff | None") -> "Reach":
-    """Make the limits of sums over keys, and of sums over queries if there is a cut-off from keys back to queries."""
-    from qattn.tiles.loops.cutoff import Reach, find_least
-
-    def least(cutoff: "GaussianCutoff", tiling: Tiling) -> Tensor:
-        result = torch.empty(tiling.clouds, tiling.tiles, dtype=tiling.points.dtype)
-        share(partial(find_least, cutoff, result.numpy().reshape(-1)), _even_chunks(result.numel()))
-        return result
-
-    row_least = least(cutoff, query)
-    row_tops, column_least = torch.full_like(row_least, -torch.inf), row_least.new_full((1,), torch.inf)
-    row_part_tops, column_least = row_tops.repeat_interleave(TILE // PART), column_least.expand(len(cutoff.tops))
-    if back is not None:
-        column_least = key.least_of_nodes(least(back, key))
-        row_tops = torch.from_numpy(back.tops).reshape(query.clouds, -1)[:, : query.tiles]
-        row_part_tops = torch.from_numpy(back.part_tops)
-    return Reach(*(x.reshape(-1).numpy() for x in (row_least, column_least, row_tops, row_part_tops)))
 
 
 def near_tiles(query: Tiling, key: Tiling, sigma: Tensor | None, bias: Tensor, tol: float) -> tuple[Tensor, Tensor]:
@@ -250,15 +209,10 @@ def _chunks(key_tiles: Tensor, *, is_limited: bool) -> list[tuple[int, int]]:
     """Ranges of query tiles of about equal work."""
     tiles = len(key_tiles)
     if is_limited:
-        return _even_chunks(tiles)
+        return even_chunks(tiles)
     total = max(1, TILE * TILE * int((key_tiles[:, 1] - key_tiles[:, 0]).sum()))
     pairs = min(_MAX_PAIRS, max(_MIN_PAIRS, total // (_CHUNKS * torch.get_num_threads())))
     return chunks(tiles, max(1, pairs * tiles // total))
-
-
-def _even_chunks(tiles: int) -> list[tuple[int, int]]:
-    """Ranges of tiles, several for each thread."""
-    return chunks(tiles, -(-tiles // (_CHUNKS * torch.get_num_threads())))
 
 
 def _cutoff(

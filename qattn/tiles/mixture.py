@@ -13,15 +13,15 @@ from torch import Tensor
 
 from qattn.attended import Attended
 from qattn.tiles.gaussian import excess
-from qattn.tiles.threads import chunks, share
-from qattn.tiles.tiling import FACTOR, PART, TILE, Tiling, Weights, kd_order
+from qattn.tiles.pairs import both_sides, rounds
+from qattn.tiles.sizes import PART, TILE
+from qattn.tiles.threads import even_chunks, share
+from qattn.tiles.tiling import FACTOR, Tiling, Weights, kd_order
 
 if TYPE_CHECKING:
     from qattn.tiles.loops.cutoff import MixtureCutoff, Nodes
 
 __all__ = ["MixtureTiles", "MixtureTiling"]
-
-_CHUNKS = 16  # tasks per thread
 
 
 class MixtureTiling:
@@ -99,29 +99,61 @@ class MixtureTiles:
         tiny = key.tiling.size * 2.0 ** simd.LOWEST[64] / torch.finfo(beta.dtype).eps
         arrays = [x.numpy() for x in (query.rows, key.columns, beta, values)]
         run = partial(mixture.attend_mixtures, *arrays, cutoff, tiny, lse.numpy(), out.numpy())
-        share(run, self._chunks)
+        share(run, even_chunks(len(query.rows)))
         lse = query.tiling.untiled(lse) * math.log(2) + weights.top
         return Attended(None if value is None else query.tiling.from_rows(out)[..., :C], lse)
 
     def differentiate(
-        self, row: Tensor, column: Tensor, bias: Tensor, shift: Tensor, tol: float
-    ) -> tuple[Tensor, Tensor]:
-        """Compute Σ_j s̄_ij (B, N) and Σ_j s̄_ij ∂s_ij (B, N, 9), with s̄_ij = e^{s_ij + b_j − shift_i} R_i · S_j."""
+        self,
+        row: Tensor,
+        column: Tensor,
+        bias: Tensor,
+        shift: Tensor,
+        tol: float,
+        *,
+        by_column: bool,
+        num_values: int,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Compute sums over pairs with p_ij = e^{s_ij + b_j − shift_i} and s̄_ij = p_ij R_i · S_j, in float64.
+
+        Args:
+            row: Rows R (B, N, C).
+            column: Columns S (B, M, C).
+            bias: Biases (B, M).
+            shift: Shifts (B, N).
+            tol: Fraction of Σ_j p_ij |S_j|, and of Σ_i p_ij |R_i|, that may be left out.
+            by_column: Whether sums over queries are needed too.
+            num_values: Number of channels of R for which Σ_i p_ij R_i is needed.
+
+        Returns:
+            Σ_j s̄_ij (1, ∂s_ij) (B, N, 10); Σ_i s̄_ij (1, ∂s_ij) (B, M, 10), and Σ_i p_ij R_i, or None.
+        """
         from qattn.tiles.loops import mixture
 
-        query, key = self.query, self.key
-        weights = key.tiling.weights(bias)
-        beta, top = weights.beta, weights.top
-        cutoff = self._cutoff(key.tiling.weights(bias + torch.log(column.abs().amax(-1)), top), tol)
-        shifts = query.tiling.tiled((shift - top) / math.log(2))
-        rows, columns = query.tiling.rows(row), key.tiling.columns_of(column)
-        result = beta.new_empty(len(query.rows), TILE, 10)
-        arrays = [x.numpy() for x in (query.rows, shifts, rows, key.columns, beta, columns)]
-        share(partial(mixture.differentiate_mixtures, *arrays, cutoff, result.numpy()), self._chunks)
-        total, means, triangle = query.tiling.from_rows(result).split([1, 3, 6], dim=-1)
+        query, key = self.query.tiling, self.key.tiling
+        weights = key.weights(bias)
+        shift = shift - weights.top
+        cutoff = self._cutoff(key.weights(bias + torch.log(column.abs().amax(-1)), weights.top), tol)
+        back = None
+        if by_column or num_values:
+            sizes = query.weights(torch.log(row.abs().amax(-1)) - shift, torch.zeros_like(weights.top))
+            back = self.transposed._cutoff(sizes, tol)
+        shifts = query.padded(shift / math.log(2), torch.inf)
+        tensors = self.query.rows, shifts, query.rows(row), self.key.columns, weights.beta, key.columns_of(column)
+        rowwise = shift.new_zeros(len(self.query.rows), TILE, 10)
+        columnwise = shift.new_zeros(len(self.key.rows) if by_column else 0, 10, TILE)
+        values = shift.new_zeros(len(self.key.rows) if num_values else 0, num_values, TILE)
+        results = [x.numpy() for x in (rowwise, columnwise, values)]
+        reach = both_sides(query, key, cutoff, back)
+        run = partial(mixture.differentiate_mixtures, *(x.numpy() for x in tensors), cutoff, reach, *results)
+        share(run, *rounds(query, key))
         # Coordinates contain FACTOR, and each entry off the diagonal occurs twice in the matrix.
-        twice = triangle.new_tensor([1, 2, 2, 1, 2, 1])
-        return total[..., 0], torch.cat([means / FACTOR, triangle * twice], dim=-1)
+        factors = shift.new_tensor([1, *[1 / FACTOR] * 3, 1, 2, 2, 1, 2, 1])
+        return (
+            factors * query.from_rows(rowwise),
+            factors * key.from_rows(columnwise.mT) if by_column else None,
+            key.from_rows(values.mT) if num_values else None,
+        )
 
     def near_tiles(self, bias: Tensor, tol: float) -> tuple[Tensor, Tensor]:
         """List the key tiles that matter to each query tile: counts (tiles,) and indices (tiles, width)."""
@@ -158,9 +190,3 @@ class MixtureTiles:
             sums=weights.nodes.numpy(),
             has_determinant=self._has_determinant,
         )
-
-    @property
-    def _chunks(self) -> list[tuple[int, int]]:
-        """Ranges of query tiles."""
-        tiles = len(self.query.rows)
-        return chunks(tiles, -(-tiles // (_CHUNKS * torch.get_num_threads())))

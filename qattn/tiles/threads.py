@@ -6,12 +6,19 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-__all__ = ["chunks", "share"]
+__all__ = ["chunks", "even_chunks", "share"]
+
+_TASKS = 16  # per thread, where their durations differ
 
 
 def chunks(total: int, size: int) -> list[tuple[int, int]]:
     """Split 0 … total − 1 into ranges (begin, end) of a size."""
     return [(begin, min(begin + size, total)) for begin in range(0, total, size)]
+
+
+def even_chunks(total: int) -> list[tuple[int, int]]:
+    """Split 0 … total − 1 into ranges, several for each thread."""
+    return chunks(total, -(-total // (_TASKS * torch.get_num_threads())))
 
 
 def share(run: Callable[..., object], *rounds: Sequence[tuple[int, ...]]) -> None:

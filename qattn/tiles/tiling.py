@@ -16,12 +16,11 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn.functional import pad
 
+from qattn.tiles.sizes import PART, TILE
 from qattn.tiles.threads import chunks, share
 
-__all__ = ["FACTOR", "PART", "TILE", "Tiling", "Tree", "Weights", "kd_order"]
+__all__ = ["FACTOR", "Tiling", "Tree", "Weights", "kd_order"]
 
-TILE = 64
-PART = 16  # floats in the widest register
 FACTOR = math.sqrt(0.5 / math.log(2))  # exp(−½ x²) = 2^(−(FACTOR x)²)
 _MIN_POINTS = 2**14  # least number of points per task of a thread
 

@@ -14,7 +14,8 @@ from qattn.attention.dispatch import Dispatch, select
 from qattn.attention.engine import Engine, Fused
 from qattn.attention.inputs import BlockLists, Inputs
 from qattn.tiles import gaussian
-from qattn.tiles.tiling import TILE, Tiling
+from qattn.tiles.sizes import TILE
+from qattn.tiles.tiling import Tiling
 
 __all__ = ["BACKENDS", "SortedCloud", "Tiles"]
 

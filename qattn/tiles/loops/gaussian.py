@@ -45,7 +45,7 @@ from qattn.tiles.loops.simd import (
     zero_few,
     zero_rows,
 )
-from qattn.tiles.tiling import PART, TILE
+from qattn.tiles.sizes import PART, TILE
 
 __all__ = ["attend_tiles", "differentiate_tiles"]
 

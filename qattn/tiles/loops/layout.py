@@ -10,7 +10,7 @@ from numba import njit
 from qattn.tiles.compiled import compiled
 from qattn.tiles.loops.cutoff import PARTS
 from qattn.tiles.loops.simd import add, exp2, lanes, load, splat, subtract, sum_of
-from qattn.tiles.tiling import PART, TILE
+from qattn.tiles.sizes import PART, TILE
 
 __all__ = ["gather_columns", "gather_rows", "gather_weights", "scatter_rows"]
 
