@@ -15,6 +15,7 @@ from _measure import RECORDS, RESULTS, environment
 
 SCRIPTS = (
     "attention",
+    "backward",
     "normalize",
     "methods",
     "million",

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Attended", "Derivatives", "merge", "sized"]
+__all__ = ["Attended", "Derivatives", "PairSums", "balanced", "merge", "power_of_2", "sized"]
 
 _MIN_SIZE = 1e-6  # of the largest row, for rows that are 0 but have a derivative
 
@@ -38,6 +38,22 @@ class Derivatives(NamedTuple):
     total: Tensor
     first: Tensor
     second: Tensor
+
+
+class PairSums(NamedTuple):
+    """Sums of derivatives over the keys of each query, and over the queries of each key.
+
+    Attributes:
+        rows: Sums over keys.
+        column_total: Σ_i s̄_ij, shape (B, M); None if not computed.
+        column_first: Σ_i s̄_ij (k_j − q_i), shape (B, M, D); None if not computed.
+        values: Σ_i p_ij R_i of the first channels, shape (B, M, C′); None if not computed.
+    """
+
+    rows: Derivatives
+    column_total: Tensor | None = None
+    column_first: Tensor | None = None
+    values: Tensor | None = None
 
 
 def merge(a: Attended, b: Attended) -> Attended:
@@ -82,3 +98,22 @@ def sized(column: Tensor) -> tuple[Tensor, Tensor]:
     is_zero = size < torch.finfo(size.dtype).tiny  # the reciprocal of a smaller one may be infinite
     divisor = torch.where(is_zero, 1, size)
     return torch.where(is_zero, -torch.inf, torch.log(divisor)), (column / divisor[..., None]).to(column.dtype)
+
+
+def power_of_2(x: Tensor) -> Tensor:
+    """Return a power of two near the largest |x| of each item of the batch, (B, 1, 1); 1 where all x are 0."""
+    largest = x.detach().abs().amax((-2, -1), keepdim=True) if x.numel() else x.new_zeros(len(x), 1, 1)
+    return torch.where(largest > 0, torch.exp2(torch.frexp(largest).exponent.to(x.dtype).clamp(-126, 126)), 1)
+
+
+def balanced(row: Tensor, column: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Scale rows (G, h) and columns (v, 1) so that v is of order 1, with R_i · S_j unchanged.
+
+    Then a cut-off that sees the largest |R_i| of all channels leaves out nothing that matters to Σ_i p_ij G_i either.
+
+    Returns:
+        Rows, columns, and the power of two (B, 1, 1) by which G was multiplied.
+    """
+    size = power_of_2(column[..., :-1])
+    factors = torch.cat([size.expand(-1, 1, column.shape[-1] - 1), torch.ones_like(size)], dim=-1)
+    return row * factors, column / factors, size

@@ -16,6 +16,7 @@ from torch import Tensor
 __all__ = [
     "Extent",
     "Lifted",
+    "absent_bias",
     "center",
     "extent",
     "lift",
@@ -77,6 +78,11 @@ def extent(query: Tensor, key: Tensor, bias: Tensor | None) -> Extent:
     return Extent(
         *(float(x.amax()) if x.numel() else 0.0 for x in (query.norm(dim=-1), key.norm(dim=-1), finite.abs()))
     )
+
+
+def absent_bias(dtype: torch.dtype) -> float:
+    """Return the bias that stands for −inf in products."""
+    return _ABSENT[dtype]
 
 
 def _key_coordinate(key: Tensor, bias: Tensor | None, absent: float) -> Tensor:

@@ -149,14 +149,23 @@ def test_derivatives_by_the_bandwidth_alone(method, channels):
 
 
 def test_passes_of_a_backward(monkeypatch):
-    """By bandwidth and values: one pass for each. By points: one over the keys and one over the queries."""
+    """Values alone take one attend from keys to queries. Everything together takes one pass over pairs."""
     passes = []
-    attend, differentiate = Native.attend, Native.differentiate
+    attend, pair_sums = Native.attend, Native.pair_sums
+
+    def sums(self, *args, **options):
+        passes.append("pair sums")
+        return pair_sums(self, *args, **options)
+
     monkeypatch.setattr(Native, "attend", lambda self, inputs: passes.append(inputs.channels) or attend(self, inputs))
-    monkeypatch.setattr(Native, "differentiate", lambda *args: passes.append("derivatives") or differentiate(*args))
-    points, sigma, value = torch.rand(50, 3), torch.tensor(0.3, requires_grad=True), torch.randn(50, 8)
-    GaussianKernel(points, sigma).attend(torch.zeros(50), value.requires_grad_()).out.square().sum().backward()
-    assert passes == [8, 8, "derivatives"]
-    passes.clear()
-    GaussianKernel(points.requires_grad_(), sigma).attend(torch.zeros(50), value).out.square().sum().backward()
-    assert passes == [8, 8, "derivatives", "derivatives"]
+    monkeypatch.setattr(Native, "pair_sums", sums)
+    points, sigma, value = torch.rand(50, 3), torch.tensor(0.3), torch.randn(50, 8).requires_grad_()
+    for by_sigma, by_points, expected in (
+        (False, False, [8, 8]),
+        (True, False, [8, "pair sums"]),
+        (True, True, [8, "pair sums"]),
+    ):
+        passes.clear()
+        kernel = GaussianKernel(points.clone().requires_grad_(by_points), sigma.clone().requires_grad_(by_sigma))
+        kernel.attend(torch.zeros(50), value).out.square().sum().backward()
+        assert passes == expected

@@ -1,5 +1,7 @@
 """Clouds in tiles: the order, the boxes, and which tiles are found near."""
 
+import math
+
 import pytest
 import torch
 from cases import ball, dense, sphere
@@ -8,7 +10,8 @@ from hypothesis import strategies as st
 
 from qattn.tiles.gaussian import attend as attend_tilings
 from qattn.tiles.gaussian import near_tiles
-from qattn.tiles.tiling import PART, TILE, Tiling, kd_order
+from qattn.tiles.sizes import PART, TILE
+from qattn.tiles.tiling import Tiling, kd_order
 
 
 def tiling(points):
@@ -69,9 +72,13 @@ def test_boxes_hold_their_points_and_tops_their_weights(n):
     points = torch.randn(2, n, 3, dtype=torch.float64)
     tiles = Tiling(points, kd_order(points))
     tree = tiles.tree
-    beta = torch.randn(2, tiles.tiles, TILE, dtype=torch.float64)
-    beta[0, 0] = -torch.inf
-    parts, tops = tiles.log_sums(beta.reshape(-1, TILE))
+    bias = torch.randn(2, n, dtype=torch.float64)
+    bias[0, tiles.order[0, :TILE]] = -torch.inf
+    weights = tiles.weights(bias, torch.zeros(2, 1, dtype=torch.float64), torch.tensor([1.0, 4.0], dtype=torch.float64))
+    beta = weights.beta.reshape(2, -1, TILE) * torch.tensor([1.0, 4.0])[:, None, None]
+    sorted_bias = torch.nn.functional.pad(tiles.sort(bias), (0, tiles.tiles * TILE - n), value=-torch.inf)
+    torch.testing.assert_close(beta.flatten(1) * math.log(2), sorted_bias)
+    tops = weights.nodes.reshape(2, -1)
     corner = tiles.points.reshape(2, -1, 3)
     leaves = tree.parts.reshape(2, -1, 6)
     for part in range(leaves.shape[1]):
@@ -86,7 +93,10 @@ def test_boxes_hold_their_points_and_tops_their_weights(n):
             expected = torch.logsumexp(beta[:, run].flatten(1) * torch.log(torch.tensor(2.0)), dim=1)
             torch.testing.assert_close(tops[:, at], (expected / torch.log(torch.tensor(2.0))).double())
     assert tree.nodes.shape[1] == int(tree.starts[-1])
-    assert parts.shape == (2 * tiles.tiles * TILE // PART,)
+    parts = torch.logsumexp(sorted_bias.unflatten(1, (-1, PART)), dim=-1) / math.log(2)
+    torch.testing.assert_close(weights.parts.reshape(2, -1), parts)
+    least = tiles.sort(bias).split(TILE, dim=1)
+    torch.testing.assert_close(weights.least.reshape(2, -1), torch.stack([x.amin(1) for x in least], 1) / math.log(2))
 
 
 def relative_error(got, expected):

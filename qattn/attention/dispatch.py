@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from qattn.attended import Attended, Derivatives
-from qattn.attention.engine import Backend, Differentiating, Engine
+from qattn.attended import Attended, PairSums
+from qattn.attention.engine import Backend, Engine, Fused
 from qattn.attention.flash_attn import FlashAttn
 from qattn.attention.flex import Flex
 from qattn.attention.inputs import Inputs
@@ -44,7 +44,7 @@ def select(inputs: Inputs, name: str) -> Backend:
     raise NotImplementedError(_message(inputs, name))
 
 
-class Dispatch(Engine, Differentiating):
+class Dispatch(Engine, Fused):
     """The engine that computes all pairs, with the backend that its inputs select.
 
     Args:
@@ -83,12 +83,28 @@ class Dispatch(Engine, Differentiating):
 
     def can_differentiate(self, inputs: Inputs) -> bool:
         backend = self._backend(inputs)
-        return isinstance(backend, Differentiating) and backend.can_differentiate(inputs)
+        return isinstance(backend, Fused) and backend.can_differentiate(inputs)
 
-    def differentiate(self, inputs: Inputs, row: Tensor, column: Tensor, shift: Tensor) -> Derivatives:
+    def is_direct(self, inputs: Inputs) -> bool:
         backend = self._backend(inputs)
-        assert isinstance(backend, Differentiating)
-        return backend.differentiate(inputs, row, column, shift)
+        return isinstance(backend, Fused) and backend.is_direct(inputs)
+
+    def pair_sums(
+        self,
+        inputs: Inputs,
+        row: Tensor,
+        column: Tensor,
+        shift: Tensor,
+        *,
+        by_points: bool,
+        by_column: bool,
+        num_values: int,
+    ) -> PairSums:
+        backend = self._backend(inputs)
+        assert isinstance(backend, Fused)
+        return backend.pair_sums(
+            inputs, row, column, shift, by_points=by_points, by_column=by_column, num_values=num_values
+        )
 
 
 def _message(inputs: Inputs, name: str) -> str:

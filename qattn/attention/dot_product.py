@@ -6,17 +6,18 @@ have been scaled into the range of float16.
 """
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from qattn.attended import Attended
+from qattn.attended import Attended, Derivatives, PairSums
 from qattn.attention.engine import Backend
 from qattn.attention.inputs import Inputs
-from qattn.lift import lift, pad, part_dtype, scale_values, split_columns, split_lift
+from qattn.lift import absent_bias, lift, pad, part_dtype, scale_values, split_columns, split_lift
 
-__all__ = ["DotProduct", "DotProductBackend", "prepare", "wants_sixteen_bits", "width"]
+__all__ = ["DotProduct", "DotProductBackend", "pair_sums_by", "prepare", "wants_sixteen_bits", "width"]
 
 # Unit roundoffs of lifted scores, relative to ½(‖q‖ + ‖k‖)² + |b|. They cover the products, their sum, and the row
 # constant that is added to the lse.
@@ -125,3 +126,51 @@ def prepare(inputs: Inputs, *, split: bool, multiple: int) -> DotProduct:
     else:
         value = pad(inputs.value.to(dtype), E)
     return DotProduct(inputs, pad(lifted.query, E), lifted_key, value, lifted.row, scale)
+
+
+Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+
+
+def pair_sums_by(
+    backward: Backward, inputs: Inputs, row: Tensor, column: Tensor, shift: Tensor, num_values: int
+) -> PairSums:
+    """Compute sums over pairs by the backward of a dot-product kernel.
+
+    For cotangents R, values S and averages that are 0, a kernel computes Σ_j s̄_ij k̃_j, Σ_i s̄_ij q̃_i and Σ_i p_ij R_i,
+    with p_ij = exp(q̃_i · k̃_j − shift_i) and s̄_ij = p_ij R_i · S_j. All sums that are needed can be read from those for
+
+        q̃ = (q, −½‖q‖², 1, 1),     k̃ = (k, 1, b, −½‖k‖²).
+
+    Args:
+        backward: Function from grad, query, key, value (B, ·, E) and lse (B, N) to the cotangents of query, key and
+            value.
+        inputs: Points, bandwidths and biases.
+        row: Rows R (B, N, C).
+        column: Columns S (B, M, C).
+        shift: Shifts (B, N).
+        num_values: Number of channels of R for which Σ_i p_ij R_i is needed.
+    """
+    query, key = inputs.embedded  # in units of σ
+    D, dtype = query.shape[-1], inputs.dtype
+    bias = inputs.biases.detach().to(dtype)
+    bias = torch.where(bias == -torch.inf, absent_bias(dtype), bias)
+    squares = [-0.5 * x.square().sum(-1, keepdim=True) for x in (query, key)]
+    ones = torch.ones_like(squares[0])
+    lifted_query = torch.cat([query, squares[0], ones, ones], dim=-1)
+    lifted_key = torch.cat([key, torch.ones_like(squares[1]), bias[..., None], squares[1]], dim=-1)
+    E = -(-max(D + 3, row.shape[-1]) // 16) * 16
+    rows, queries, keys, columns = (pad(x.to(dtype), E) for x in (row, lifted_query, lifted_key, column))
+    by_query, by_key, by_value = backward(rows, queries, keys, columns, shift.to(dtype))
+    of_keys, total, of_squares = by_query[..., :D], by_query[..., D], -2 * by_query[..., D + 2]
+    of_queries, column_total = by_key[..., :D], by_key[..., D + 1]
+    first = of_keys - query * total[..., None]
+    second = of_squares - (query * (of_keys + first)).sum(-1)
+    column_first = key * column_total[..., None] - of_queries
+    sigma = torch.ones(len(query), dtype=dtype, device=query.device) if inputs.sigma is None else inputs.sigma.to(dtype)
+    scale = sigma[:, None]
+    return PairSums(
+        Derivatives(total, scale[..., None] * first, scale**2 * second),
+        column_total,
+        scale[..., None] * column_first,
+        by_value[..., :num_values],
+    )

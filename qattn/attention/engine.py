@@ -6,11 +6,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from qattn.attended import Attended, Derivatives
+from qattn.attended import Attended, Derivatives, PairSums
 from qattn.attention.inputs import Inputs
 from qattn.ranks import ALONE, Ranks
 
-__all__ = ["Backend", "Differentiating", "Engine"]
+__all__ = ["Backend", "Differentiating", "Engine", "Fused"]
 
 
 class Engine(ABC):
@@ -45,11 +45,15 @@ class Engine(ABC):
 
 
 class Differentiating(ABC):
-    """Engines that sum derivatives over pairs themselves, from direct differences of points."""
+    """Engines that sum derivatives over pairs themselves."""
 
     @abstractmethod
     def can_differentiate(self, inputs: Inputs) -> bool:
         """Return whether these inputs are supported."""
+
+    def is_direct(self, inputs: Inputs) -> bool:
+        """Return whether differences of points are taken first, so that no large products cancel in the sums."""
+        return True
 
     @abstractmethod
     def differentiate(self, inputs: Inputs, row: Tensor, column: Tensor, shift: Tensor) -> Derivatives:
@@ -61,6 +65,37 @@ class Differentiating(ABC):
             column: Columns S (B, M, C).
             shift: Shifts (B, N).
         """
+
+
+class Fused(Differentiating):
+    """Engines that take the sums over keys and those over queries in one pass over pairs."""
+
+    @abstractmethod
+    def pair_sums(
+        self,
+        inputs: Inputs,
+        row: Tensor,
+        column: Tensor,
+        shift: Tensor,
+        *,
+        by_points: bool,
+        by_column: bool,
+        num_values: int,
+    ) -> PairSums:
+        """Compute the sums of `differentiate`, and those over queries.
+
+        Args:
+            inputs: As in `differentiate`.
+            row: Rows R (B, N, C).
+            column: Columns S (B, M, C).
+            shift: Shifts (B, N).
+            by_points: Whether sums with k_j − q_i are needed; they are 0 otherwise.
+            by_column: Whether the sums over queries are needed.
+            num_values: Number of channels C′ of R for which Σ_i p_ij R_i is needed.
+        """
+
+    def differentiate(self, inputs: Inputs, row: Tensor, column: Tensor, shift: Tensor) -> Derivatives:
+        return self.pair_sums(inputs, row, column, shift, by_points=True, by_column=False, num_values=0).rows
 
 
 class Backend(Engine):

@@ -17,14 +17,14 @@ out, which leaves s̄ unchanged.
 """
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from qattn.attended import Attended, Derivatives, sized
-from qattn.attention.engine import Differentiating, Engine
+from qattn.attended import Attended, Derivatives, PairSums, balanced, power_of_2, sized
+from qattn.attention.engine import Differentiating, Engine, Fused
 from qattn.attention.inputs import Inputs
 
 __all__ = ["derivatives", "differentiable"]
@@ -78,26 +78,59 @@ class _Attend(torch.autograd.Function):
         grad_out, grad_lse = grads
         if grad_out is None:
             value = out = None
-        engine, inputs = ctx.engine.for_gradients, Inputs(query, key, value, bias, sigma, tol=ctx.tol)
-        needs_query, needs_key, needs_value, needs_bias, needs_sigma = ctx.needs_input_grad[:5]
-        grad_query = grad_key = grad_value = grad_bias = grad_sigma = None
-        if needs_value and grad_out is not None:
-            grad_value = _by_value(engine, inputs, lse, grad_out)
-        if needs_query or needs_key or needs_bias or needs_sigma:
-            sides = _sides(engine, inputs, Attended(out, lse), grad_out, grad_lse, needs_sigma)
-            sigmas = sides.inputs.sigma
-            sigma_squared = 1.0 if sigmas is None else sigmas[:, None, None] ** 2
-            sums = None
-            if needs_query:
-                sums = sides.over_keys(needs_sigma)
-                grad_query = (sums.first / sigma_squared).to(query.dtype)
-            if needs_key or needs_bias or sums is None:
-                sums = sides.over_queries(needs_sigma, needs_first=needs_key)
-                grad_key = (sums.first / sigma_squared).to(key.dtype) if needs_key else None
-                grad_bias = sums.total.to(bias.dtype) if needs_bias else None
-            if needs_sigma and sigmas is not None:
-                grad_sigma = (sums.second.sum(-1) / sigmas**3).to(sigma.dtype)
-        return grad_query, grad_key, grad_value, grad_bias, grad_sigma, None, None
+        inputs = Inputs(query, key, value, bias, sigma, tol=ctx.tol)
+        needs = _Needs(*ctx.needs_input_grad[:5])
+        gradients = _gradients(ctx.engine.for_gradients, inputs, Attended(out, lse), grad_out, grad_lse, needs)
+        return *gradients, None, None
+
+
+class _Needs(NamedTuple):
+    """Tensors whose gradients are needed."""
+
+    query: bool
+    key: bool
+    value: bool
+    bias: bool
+    sigma: bool
+
+    @property
+    def points(self) -> bool:
+        return self.query or self.key
+
+
+def _gradients(
+    engine: Engine,
+    inputs: Inputs,
+    attended: Attended,
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    needs: _Needs,
+) -> tuple[Tensor | None, ...]:
+    """Compute the gradients by query, key, value, bias and sigma; None for those not needed."""
+    if not (needs.points or needs.bias or needs.sigma):
+        grad_value = None if grad_out is None else _by_value(engine, inputs, attended.lse, grad_out)
+        return None, None, grad_value, None, None
+    sides = _sides(engine, inputs, attended, grad_out, grad_lse, needs.sigma)
+    needs = needs._replace(value=needs.value and grad_out is not None)
+    if _differentiates(engine, sides.inputs) and isinstance(engine, Fused):
+        sums = sides.fused(engine, needs)
+    else:
+        sums = sides.composed(needs)
+        if needs.value and grad_out is not None:
+            sums = sums._replace(values=_by_value(engine, inputs, attended.lse, grad_out))
+    sigma = sides.inputs.sigma
+    squared = 1.0 if sigma is None else sigma[:, None, None] ** 2
+    gradients = (
+        sums.rows.first / squared if needs.query else None,
+        -sums.column_first / squared if needs.key and sums.column_first is not None else None,
+        sums.values if needs.value else None,
+        sums.column_total if needs.bias else None,
+        sums.rows.second.sum(-1) / sigma**3 if needs.sigma and sigma is not None else None,
+    )
+    return tuple(
+        None if gradient is None or tensor is None else gradient.to(tensor.dtype)
+        for gradient, tensor in zip(gradients, inputs.tensors, strict=True)
+    )
 
 
 def _by_value(engine: Engine, inputs: Inputs, lse: Tensor, grad_out: Tensor) -> Tensor:
@@ -126,17 +159,46 @@ class _Sides:
     def __init__(self, engine: Engine, inputs: Inputs, row: Tensor, column: Tensor, lse: Tensor) -> None:
         self._engine, self.inputs, self._row, self._column, self._lse = engine, inputs, row, column, lse
 
-    def over_keys(self, needs_second: bool) -> Derivatives:
-        """Sum over j for each query i."""
-        shift = torch.where(self._lse == -torch.inf, torch.inf, self._lse)
-        return derivatives(self._engine, self.inputs, self._row, self._column, shift, True, needs_second)
+    @property
+    def _shift(self) -> Tensor:
+        """Shift of each row, lse; rows without keys have no weights."""
+        return torch.where(self._lse == -torch.inf, torch.inf, self._lse)
 
-    def over_queries(self, needs_second: bool, needs_first: bool) -> Derivatives:
-        """Sum over i for each key j."""
-        inputs, bias = self.inputs, self.inputs.biases
-        absent = torch.where(bias == -torch.inf, torch.inf, -bias)
-        back = replace(inputs, query=inputs.key, key=inputs.query, bias=_finite_or_absent(-self._lse))
-        return derivatives(self._engine.transposed, back, self._column, self._row, absent, needs_first, needs_second)
+    def fused(self, engine: Fused, needs: _Needs) -> PairSums:
+        """Take all sums in one pass."""
+        row, column, size = balanced(self._row, self._column)
+        unit = power_of_2(row)  # (B, 1, 1)
+        (total, first, second), column_total, column_first, values = engine.pair_sums(
+            self.inputs,
+            row / unit,
+            column,
+            self._shift,
+            by_points=needs.points,
+            by_column=needs.key or needs.bias,
+            num_values=row.shape[-1] - 1 if needs.value else 0,
+        )
+        return PairSums(
+            Derivatives(unit[..., 0] * total, unit * first, unit[..., 0] * second),
+            None if column_total is None else unit[..., 0] * column_total,
+            None if column_first is None else unit * column_first,
+            None if values is None else unit / size * values,
+        )
+
+    def composed(self, needs: _Needs) -> PairSums:
+        """Take the sums over keys, and those over queries, one after the other, except those of values."""
+        rows = columns = None
+        if needs.query:
+            rows = derivatives(self._engine, self.inputs, self._row, self._column, self._shift, True, needs.sigma)
+        if needs.key or needs.bias or rows is None:
+            inputs, bias = self.inputs, self.inputs.biases
+            absent = torch.where(bias == -torch.inf, torch.inf, -bias)
+            back = replace(inputs, query=inputs.key, key=inputs.query, bias=_finite_or_absent(-self._lse))
+            engine = self._engine.transposed
+            columns = derivatives(engine, back, self._column, self._row, absent, needs.key, needs.sigma)
+        if columns is None:
+            assert rows is not None
+            return PairSums(rows)
+        return PairSums(columns if rows is None else rows, columns.total, -columns.first)
 
 
 def _sides(
@@ -175,7 +237,7 @@ def _dtype_of_sums(
     if grad_out is not None:
         counts = counts | (grad_out != 0).any(-1)
     bias = inputs.biases.detach()
-    if _differentiates(engine, inputs):
+    if _differentiates(engine, inputs) and isinstance(engine, Differentiating) and engine.is_direct(inputs):
         # Differences are exact to rounding: only the scores of rows far from all keys are too large for float32.
         largest_bias = engine.ranks.highest(bias.T)[:, None]
         size = torch.where(counts & (lse > -torch.inf), largest_bias - lse.detach(), 0).clamp(min=0)
@@ -202,11 +264,11 @@ def derivatives(
     needs_second: bool = True,
 ) -> Derivatives:
     """Compute Σ_j s̄_ij (1, k_j − q_i, ‖k_j − q_i‖²), s̄_ij = exp(s_ij − shift_i) R_i · S_j; 0 for sums not needed."""
-    if _differentiates(engine, inputs):
+    # Columns of 0 are left out: large biases of points without a cotangent would hide those of all others.
+    present = replace(inputs, bias=torch.where((column == 0).all(-1), -torch.inf, inputs.biases))
+    if _differentiates(engine, present):
         assert isinstance(engine, Differentiating)
-        # Columns of 0 are left out: large biases of points without a cotangent would hide those of all others.
-        bias = torch.where((column == 0).all(-1), -torch.inf, inputs.biases)
-        return engine.differentiate(replace(inputs, bias=bias), row, column, shift)
+        return engine.differentiate(present, row, column, shift)
     log_size, unit = sized(column)
     bias = log_size if inputs.bias is None else inputs.bias + log_size
     scale = 1.0 if inputs.sigma is None else inputs.sigma[:, None, None]

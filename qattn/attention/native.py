@@ -9,8 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from qattn.attended import Attended, Derivatives
-from qattn.attention.engine import Backend, Differentiating
+from qattn.attended import Attended, PairSums
+from qattn.attention.engine import Backend, Fused
 from qattn.attention.inputs import Inputs
 from qattn.tiles import gaussian
 from qattn.tiles.compiled import why_not_compiled
@@ -19,7 +19,7 @@ from qattn.tiles.tiling import Tiling
 __all__ = ["Native"]
 
 
-class Native(Backend, Differentiating):
+class Native(Backend, Fused):
     """Tiles of queries against tiles of keys."""
 
     name: ClassVar[str] = "native"
@@ -48,8 +48,29 @@ class Native(Backend, Differentiating):
     def can_differentiate(self, inputs: Inputs) -> bool:
         return True
 
-    def differentiate(self, inputs: Inputs, row: Tensor, column: Tensor, shift: Tensor) -> Derivatives:
-        return gaussian.differentiate(*_tilings(inputs), inputs.sigma, row, column, inputs.bias, shift)
+    def pair_sums(
+        self,
+        inputs: Inputs,
+        row: Tensor,
+        column: Tensor,
+        shift: Tensor,
+        *,
+        by_points: bool,
+        by_column: bool,
+        num_values: int,
+    ) -> PairSums:
+        clouds = _tilings(inputs)
+        return gaussian.differentiate(
+            *clouds,
+            inputs.sigma,
+            row,
+            column,
+            inputs.bias,
+            shift,
+            by_points=by_points,
+            by_column=by_column,
+            num_values=num_values,
+        )
 
 
 def _tilings(inputs: Inputs) -> tuple[Tiling, Tiling]:

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from qattn.attended import Attended
+from qattn.attended import Attended, PairSums
 from qattn.attention import dot_product
-from qattn.attention.dot_product import DotProductBackend
+from qattn.attention.dot_product import DotProductBackend, pair_sums_by
+from qattn.attention.engine import Fused
 from qattn.attention.inputs import Inputs
 from qattn.attention.softmax_only import attend_with_sink
 from qattn.lift import lift_full, pad
@@ -22,8 +23,12 @@ from qattn.lift import lift_full, pad
 __all__ = ["Sdpa"]
 
 
-class Sdpa(DotProductBackend):
-    """Lifted scores in the kernels of torch, all in the layout (B, heads = 1, N, E)."""
+class Sdpa(DotProductBackend, Fused):
+    """Lifted scores in the kernels of torch, all in the layout (B, heads = 1, N, E).
+
+    Gradients come from the backward of the same kernels, in float32 or float64. That of the 16-bit kernel would round
+    products with coordinates, which cancel, to 16 bits.
+    """
 
     name: ClassVar[str] = "sdpa"
     tolerance: ClassVar[dict[torch.dtype, float]] = {
@@ -58,6 +63,26 @@ class Sdpa(DotProductBackend):
             return _cuda_flash(inputs) if _takes_flash(inputs) else _cuda_efficient(inputs)
         return _public(inputs)
 
+    def can_differentiate(self, inputs: Inputs) -> bool:
+        return inputs.device.type == "cpu" or (inputs.device.type == "cuda" and not _takes_flash(inputs))
+
+    def is_direct(self, inputs: Inputs) -> bool:
+        return False
+
+    def pair_sums(
+        self,
+        inputs: Inputs,
+        row: Tensor,
+        column: Tensor,
+        shift: Tensor,
+        *,
+        by_points: bool,
+        by_column: bool,
+        num_values: int,
+    ) -> PairSums:
+        backward = _cpu_flash_backward if inputs.device.type == "cpu" else _cuda_efficient_backward
+        return pair_sums_by(backward, inputs, row, column, shift, num_values)
+
 
 def _takes_flash(inputs: Inputs) -> bool:
     return dot_product.wants_sixteen_bits(inputs) and torch.cuda.get_device_capability(inputs.device) >= (8, 0)
@@ -70,6 +95,29 @@ def _cpu_flash(inputs: Inputs) -> Attended:
         lifted.query[:, None], lifted.key[:, None], lifted.value[:, None], scale=1.0
     )
     return lifted.attended(out[:, 0], lse[:, 0])
+
+
+def _cpu_flash_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the cotangents of query, key and value (B, ·, E), for averages that are 0."""
+    tensors = [x[:, None] for x in (grad, query, key, value, torch.zeros_like(grad), lse)]
+    cotangents = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, 0.0, False, scale=1.0)
+    return tuple(x[:, 0] for x in cotangents)
+
+
+def _cuda_efficient_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the cotangents of query, key and value (B, ·, E), for averages that are 0."""
+    rows = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)  # the kernel reads whole blocks
+    tensors = [x[:, None] for x in (grad, query, key, value)]
+    random = torch.zeros((), dtype=torch.int64, device=grad.device)  # for dropout, of which there is none
+    *cotangents, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+        *tensors, None, torch.zeros_like(tensors[0]), rows[:, None], random, random, 0.0,
+        [True, True, True, False], False, scale=1.0,
+    )  # fmt: skip
+    return tuple(x[:, 0] for x in cotangents)
 
 
 def _cuda_efficient(inputs: Inputs) -> Attended:

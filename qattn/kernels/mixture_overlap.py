@@ -14,12 +14,12 @@ from torch.nn.functional import pad
 
 from qattn._broadcasting import broadcast_shapes
 from qattn._vector_jacobian import vector_jacobian
-from qattn.attended import Attended, sized
+from qattn.attended import Attended, balanced
 from qattn.attention.dispatch import select
 from qattn.attention.engine import Engine
 from qattn.attention.inputs import Inputs
 from qattn.tiles.mixture import MixtureTiles, MixtureTiling
-from qattn.tiles.tiling import TILE
+from qattn.tiles.sizes import TILE
 
 __all__ = ["DIMENSIONS", "Kind", "NearOverlaps", "Overlap"]
 
@@ -208,19 +208,16 @@ class _Attend(torch.autograd.Function):
         if grad_out is not None:
             row = torch.cat([grad_out, row - (grad_out * out).sum(-1, keepdim=True)], dim=-1)
             column = torch.cat([value, column], dim=-1)
-        # Rows without keys have no weights. Rows without a cotangent are left out: far away, they would hide others.
-        row_bias = torch.where((lse == -torch.inf) | (row == 0).all(-1), -torch.inf, -lse)
-        key_shift = torch.where(bias == -torch.inf, torch.inf, -bias)  # keys that are left out have no weights either
+        # Rows without keys have no weights.
+        shift = torch.where(lse == -torch.inf, torch.inf, lse)
         needs_query, needs_key, needs_value, needs_bias = ctx.needs_input_grad[:4]
-        grad_query = grad_key = grad_value = grad_bias = None
-        transposed = ctx.tiles.transposed
-        if needs_query:
-            shift = torch.where(lse == -torch.inf, torch.inf, lse)
-            _, grad_query = ctx.tiles.differentiate(row, column, bias, shift, ctx.tol)
-        if needs_key or needs_bias:
-            grad_bias, grad_key = transposed.differentiate(column, row, row_bias, key_shift, ctx.tol)
-        if needs_value and grad_out is not None:
-            log_size, unit = sized(grad_out)
-            means, scale = transposed.attend(unit, row_bias + log_size, ctx.tol)
-            grad_value = torch.exp(scale + bias)[..., None] * means
+        num_values = grad_out.shape[-1] if needs_value and grad_out is not None else 0
+        row, column, size = balanced(row, column)
+        by_row, by_column, values = ctx.tiles.differentiate(
+            row, column, bias, shift, ctx.tol, by_column=needs_key or needs_bias, num_values=num_values
+        )
+        grad_query = by_row[..., 1:] if needs_query else None
+        grad_key = by_column[..., 1:] if needs_key else None
+        grad_bias = by_column[..., 0] if needs_bias else None
+        grad_value = None if values is None else values / size
         return grad_query, grad_key, grad_value, grad_bias, None, None, None

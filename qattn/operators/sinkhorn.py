@@ -161,14 +161,18 @@ def _iterate(
     out, is_next_last, are_all_active = None, False, True
     with Progress("Sinkhorn") as progress:
         for count in range(1, solver.max_iter + 1):
-            # Items that have converged get no keys, which backends can skip.
             is_last = value is not None and (count == solver.max_iter or is_next_last)
-            bias = torch.where(is_active[..., None], f + log_mass, -torch.inf)
+            bias = f + log_mass
+            if not are_all_active:  # items that have converged get no keys, which backends can skip
+                bias = torch.where(is_active[..., None], bias, -torch.inf)
             mean, lse = kernel.attend(bias, value if is_last else None, all_rows=all_rows)
             # Rows that no mass reaches, such as padding in a graph, have no potential, and are left unchanged.
-            residual = torch.where(is_active[..., None] & (lse > -torch.inf), -(f + lse), 0)
-            excess = torch.where(has_no_mass, 0, -residual.detach())  # e^x may overflow at points far away
-            new = kernel.ranks.total(share * torch.expm1(excess).abs())
+            is_reached = lse > -torch.inf
+            log_sums = torch.where(is_reached, f + lse, 0)
+            excess = log_sums.detach()
+            if all_rows:  # e^x may overflow at points far away
+                excess = torch.where(has_no_mass, 0, excess)
+            new = kernel.ranks.total(torch.expm1(excess).abs_().mul_(share))
             # Chebyshev assumes a positive definite kernel: if the error grows, switch to the safe θ = ½.
             is_plain = is_plain | (is_active & (new > 2 * error))
             error = torch.where(is_active, new, error)
@@ -176,18 +180,22 @@ def _iterate(
             errors.append(error)
             progress.advance(error=error)
             out = None  # that of an earlier pass belongs to another potential
-            # The potential of points without mass follows from that of the others.
-            f = torch.where(has_no_mass & is_active[..., None] & (lse > -torch.inf), -lse, f)
+            if all_rows:  # the potential of points without mass follows from that of the others
+                f = torch.where(has_no_mass & is_reached, -lse, f)
             if mean is not None and are_all_active:  # converged items have no keys in this pass, and so no mean
                 out = (torch.exp(f + lse)[..., None] * mean).to(mean.dtype)
             if count >= min_iter:
                 is_active = is_active & ~(error <= tol)
-            # The only synchronization of a pass: the number of active items, and of those that the next pass leaves.
-            num_active, num_far = torch.stack([is_active.sum(), (is_active & (error * _GAIN > tol)).sum()]).tolist()
-            are_all_active, is_next_last = num_active == is_active.numel(), num_far == 0
-            if num_active == 0 or count == solver.max_iter:
+            # The only synchronization of a pass: the number of active items, of those that the next pass leaves, and
+            # of those without Chebyshev's steps.
+            counts = torch.stack([is_active.sum(), (is_active & (error * _GAIN > tol)).sum(), is_plain.sum()]).tolist()
+            are_all_active, is_next_last, are_some_plain = counts[0] == is_active.numel(), counts[1] == 0, counts[2] > 0
+            if counts[0] == 0 or count == solver.max_iter:
                 break
-            fast = 0.5 * residual if start is None and count == 1 else step(residual)
-            move = torch.where(is_plain[..., None], 0.5 * residual, fast)
-            f = f + torch.where(is_active[..., None], move, 0)
+            move = -0.5 * log_sums if start is None and count == 1 else step(-log_sums)
+            if are_some_plain:
+                move = torch.where(is_plain[..., None], -0.5 * log_sums, move)
+            if not are_all_active:
+                move = torch.where(is_active[..., None], move, 0)
+            f = f + move
     return SinkhornResult(f, error, passes, error <= tol, tuple(errors)), out

@@ -46,7 +46,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def _checksum() -> str:
     """Compute a checksum of all sources of code and constants of compiled functions."""
     folder = Path(__file__).parent
-    sources = sorted([folder / "tiling.py", *(folder / "loops").glob("*.py")])
+    sources = sorted([folder / "sizes.py", *(folder / "loops").glob("*.py")])
     return _digest([source.read_bytes() for source in sources])
 
 

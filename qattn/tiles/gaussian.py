@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from qattn.attended import Attended, Derivatives
+from qattn.attended import Attended, Derivatives, PairSums
 from qattn.ranks import ALONE, Ranks
-from qattn.tiles.threads import chunks, share
-from qattn.tiles.tiling import FACTOR, TILE, Tiling
+from qattn.tiles.pairs import both_sides, rounds
+from qattn.tiles.sizes import TILE
+from qattn.tiles.threads import chunks, even_chunks, share
+from qattn.tiles.tiling import FACTOR, Tiling, Weights
 
 if TYPE_CHECKING:
     from qattn.tiles.loops.cutoff import GaussianCutoff
@@ -19,8 +21,8 @@ __all__ = ["attend", "count_near", "differentiate", "excess", "near_tiles"]
 
 _UNROLLED = 4  # largest dimension with a loop compiled for it
 # Pairs of points per task of a thread: the least pays for the overhead, the most keeps threads equally busy.
-_MIN_PAIRS, _MAX_PAIRS = 2**21, 2**22
-_CHUNKS = 16  # tasks per thread, where the number of pairs is not known
+_MIN_PAIRS, _MAX_PAIRS = 2**18, 2**22
+_CHUNKS = 16  # tasks per thread
 
 
 def attend(
@@ -46,33 +48,29 @@ def attend(
 
     B, M, dtype = query.clouds, key.size, query.points.dtype
     bias = torch.zeros(B, M, dtype=dtype) if bias is None else bias.to(dtype)
-    beta, top = key.to_base_2(bias)
     scale = _scale(query, sigma)
+    weights = key.weights(bias, scale=scale)
 
     C = 0 if value is None else value.shape[-1]
     lanes = simd.REGISTER_BYTES // dtype.itemsize
     channels = -(-C // lanes) * lanes
-    values = torch.zeros(B, key.tiles * TILE, channels, dtype=dtype)
+    values = torch.empty(len(key.points), TILE, 0, dtype=dtype)
     if value is not None:
-        values[:, :M, :C] = key.sort(value.to(dtype))
-    values = values.reshape(B * key.tiles, TILE, channels)
-    lse = torch.empty(B * query.tiles, TILE, dtype=dtype)
-    out = torch.empty(B * query.tiles, TILE, channels, dtype=dtype)
+        values = key.rows(value.to(dtype), channels)
+    lse, out = torch.empty(B, query.size, dtype=dtype), torch.empty(B, query.size, C, dtype=dtype)
 
     cutoff = None
     if tol is not None:
-        by_value = None if value is None else key.to_base_2(bias + excess(value, bias), top)[0]
-        cutoff = _cutoff(query, key, scale, beta, tol, by_value)
+        by_value = None if value is None else key.weights(bias + excess(value, bias), weights.top)
+        cutoff = _cutoff(query, key, scale, weights, tol, by_value)
     # Row sums above it are not affected by weights that count as 0.
     tiny = M * 2.0 ** simd.LOWEST[8 * dtype.itemsize] / torch.finfo(dtype).eps
     key_tiles = _tiles_of_clouds(query, key, bias)
-    arrays = [x.numpy() for x in (query.points, scale, key.columns, _per_cloud(beta, 1 / scale), values, key_tiles)]
+    tensors = query.points, query.order, scale, key.columns, weights.beta, weights.top, values, key_tiles
+    arrays = [x.numpy() for x in tensors]
     run = partial(gaussian.attend_tiles, *arrays, cutoff, tiny, _unrolled(query), lse.numpy(), out.numpy())
     share(run, _chunks(key_tiles, is_limited=tol is not None))
-    lse = query.untiled(lse) * math.log(2) + top
-    if value is None:
-        return Attended(None, lse)
-    return Attended(query.untiled(out[..., :C]).to(value.dtype), lse)
+    return Attended(None if value is None else out.to(value.dtype), lse)
 
 
 def differentiate(
@@ -84,8 +82,15 @@ def differentiate(
     bias: Tensor | None,
     shift: Tensor,
     tol: float | None = None,
-) -> Derivatives:
-    """Compute Σ_j s̄_ij (1, k_j − q_i, ‖k_j − q_i‖²) with s̄_ij = exp(s_ij − shift_i) R_i · S_j.
+    *,
+    by_points: bool = True,
+    by_column: bool = False,
+    num_values: int = 0,
+) -> PairSums:
+    """Compute sums over pairs, with p_ij = exp(s_ij − shift_i) and s̄_ij = p_ij R_i · S_j.
+
+    The results are the same for any number of threads. Blocks of queries and blocks of keys meet in rounds, in each of
+    which every block takes part once, so that no two threads ever add to the same sum.
 
     Args:
         query: Clouds that attend.
@@ -95,28 +100,42 @@ def differentiate(
         column: Columns S (B, M, C).
         bias: Biases (B, M) of the scores s, 0 if None.
         shift: Shifts (B, N).
-        tol: Fraction of Σ_j p_ij |S_j| that may be left out; None to compute all pairs.
+        tol: Fraction of Σ_j p_ij |S_j|, and of Σ_i p_ij |R_i|, that may be left out; None to compute all pairs.
+        by_points: Whether sums with k_j − q_i are needed; they are 0 otherwise.
+        by_column: Whether sums over queries are needed too.
+        num_values: Number of channels C′ of R for which Σ_i p_ij R_i is needed.
     """
     from qattn.tiles.loops import gaussian  # here, because importing Numba takes a while
 
-    B, dtype = query.clouds, query.points.dtype
+    B, dtype, D = query.clouds, query.points.dtype, query.dims
     bias = torch.zeros(B, key.size, dtype=dtype) if bias is None else bias.to(dtype)
-    beta, top = key.to_base_2(bias)
-    scale = _scale(query, sigma)
-    rows, columns = query.tiled(row.to(dtype)).contiguous(), key.tiled(column.to(dtype))
-    shifts = _per_cloud(query.tiled((shift.to(dtype) - top) / math.log(2)), 1 / scale)
-    result = torch.empty(len(rows), TILE, query.dims + 2, dtype=dtype)
+    row, column, shift, scale = row.to(dtype), column.to(dtype), shift.to(dtype), _scale(query, sigma)
+    weights = key.weights(bias, scale=scale)
+    shift = shift - weights.top
+    rows, columns = query.rows(row), key.columns_of(column)
+    shifts = query.padded((shift.double() / (scale.double()[:, None] * math.log(2))).to(dtype), torch.inf)
+    rowwise = torch.zeros(len(rows), TILE, D + 2, dtype=dtype)
+    columnwise = torch.zeros(len(columns) if by_column else 0, D + 1, TILE, dtype=dtype)
+    values = torch.zeros(len(columns) if num_values else 0, num_values, TILE, dtype=dtype)
 
-    cutoff = None
+    cutoff = reach = None
     if tol is not None:
-        cutoff = _cutoff(query, key, scale, beta + torch.log2(columns.abs().amax(-1)), tol)
-    key_tiles = _tiles_of_clouds(query, key, bias)
-    tensors = query.points, scale, shifts, rows, key.columns, _per_cloud(beta, 1 / scale), columns.mT.contiguous()
-    arrays = [x.numpy() for x in (*tensors, key_tiles)]
-    run = partial(gaussian.differentiate_tiles, *arrays, cutoff, _unrolled(query), result.numpy())
-    share(run, _chunks(key_tiles, is_limited=tol is not None))
-    total, first, second = query.untiled(result).split([1, query.dims, 1], dim=-1)
-    return Derivatives(total[..., 0], first, second[..., 0])
+        cutoff = _cutoff(query, key, scale, key.weights(bias + torch.log(column.abs().amax(-1)), weights.top), tol)
+        back = None
+        if by_column or num_values:
+            sizes = query.weights(torch.log(row.abs().amax(-1)) - shift, torch.zeros_like(weights.top))
+            back = _cutoff(key, query, scale, sizes, tol)
+        reach = both_sides(query, key, cutoff, back)
+    arrays = [x.numpy() for x in (query.points, scale, shifts, rows, key.columns, weights.beta, columns)]
+    results = [x.numpy() for x in (rowwise, columnwise, values)]
+    run = partial(gaussian.differentiate_tiles, *arrays, cutoff, reach, by_points, *results)
+    share(run, *rounds(query, key))
+    total, first, second = query.from_rows(rowwise).split([1, D, 1], dim=-1)
+    result = PairSums(Derivatives(total[..., 0], first, second[..., 0]))
+    if by_column:
+        total, first = key.from_rows(columnwise.mT).split([1, D], dim=-1)
+        result = result._replace(column_total=total[..., 0], column_first=first)
+    return result._replace(values=key.from_rows(values.mT)) if num_values else result
 
 
 def near_tiles(query: Tiling, key: Tiling, sigma: Tensor | None, bias: Tensor, tol: float) -> tuple[Tensor, Tensor]:
@@ -127,7 +146,7 @@ def near_tiles(query: Tiling, key: Tiling, sigma: Tensor | None, bias: Tensor, t
     """
     from qattn.tiles.loops.cutoff import list_near_tiles  # here, because importing Numba takes a while
 
-    cutoff = _cutoff(query, key, _scale(query, sigma), key.to_base_2(bias.detach().cpu())[0], tol)
+    cutoff = _cutoff(query, key, _scale(query, sigma), key.weights(bias.detach().cpu()), tol)
     counts = torch.empty(query.clouds * query.tiles, dtype=torch.int64)
     list_near_tiles(cutoff, counts.numpy(), torch.empty(len(counts), 0, dtype=torch.int64).numpy())
     longest = max(1, int(counts.amax()))
@@ -145,8 +164,8 @@ def count_near(query: Tiling, key: Tiling, sigma: float, tol: float, num_samples
     from qattn.tiles.loops import cutoff as walk  # here, because importing Numba takes a while
 
     dtype = query.points.dtype
-    beta = key.to_base_2(torch.zeros(key.clouds, key.size, dtype=dtype))[0]
-    cutoff = _cutoff(query, key, _scale(query, torch.full((query.clouds,), sigma)), beta, tol)
+    weights = key.weights(torch.zeros(key.clouds, key.size, dtype=dtype))
+    cutoff = _cutoff(query, key, _scale(query, torch.full((query.clouds,), sigma)), weights, tol)
     total = query.clouds * query.tiles
     sample = torch.linspace(0, total - 1, min(num_samples, total)).round().long()
     tiles, parts = walk.count_near(sample.numpy(), cutoff)
@@ -174,11 +193,6 @@ def _scale(query: Tiling, sigma: Tensor | None) -> Tensor:
     return ones * FACTOR**2 if sigma is None else (FACTOR / sigma.detach().cpu().double()).square().to(ones)
 
 
-def _per_cloud(x: Tensor, factor: Tensor) -> Tensor:
-    """Multiply x (tiles, TILE) by one factor per cloud, (B,)."""
-    return (x.unflatten(0, (len(factor), -1)) * factor[:, None, None]).flatten(0, 1)
-
-
 def _tiles_of_clouds(query: Tiling, key: Tiling, bias: Tensor) -> Tensor:
     """Return the range of key tiles of each query tile, (tiles, 2); empty for clouds without keys."""
     first = key.tiles * torch.arange(query.clouds)
@@ -195,33 +209,30 @@ def _chunks(key_tiles: Tensor, *, is_limited: bool) -> list[tuple[int, int]]:
     """Ranges of query tiles of about equal work."""
     tiles = len(key_tiles)
     if is_limited:
-        return chunks(tiles, -(-tiles // (_CHUNKS * torch.get_num_threads())))
+        return even_chunks(tiles)
     total = max(1, TILE * TILE * int((key_tiles[:, 1] - key_tiles[:, 0]).sum()))
-    pairs = min(_MAX_PAIRS, max(_MIN_PAIRS, total // (4 * torch.get_num_threads())))
+    pairs = min(_MAX_PAIRS, max(_MIN_PAIRS, total // (_CHUNKS * torch.get_num_threads())))
     return chunks(tiles, max(1, pairs * tiles // total))
 
 
 def _cutoff(
-    query: Tiling, key: Tiling, scale: Tensor, beta: Tensor, tol: float, by_value: Tensor | None = None
+    query: Tiling, key: Tiling, scale: Tensor, weights: Weights, tol: float, by_value: Weights | None = None
 ) -> "GaussianCutoff":
-    """Make the cut-off for weights 2^(β − c ‖x − y‖²), with c (B,) and β (tiles, TILE).
+    """Make the cut-off for weights 2^(β − c ‖x − y‖²), with c (B,).
 
-    If values make keys matter more than their weight, `by_value` is the larger β that accounts for them.
+    If values make keys matter more than their weight, `by_value` has the larger weights that account for them.
     """
     from qattn.tiles.loops.cutoff import GaussianCutoff
 
     # The sum of a row is at least the term of the point itself.
-    floors = beta.amin(-1) if query is key else beta.new_full((query.clouds * query.tiles,), -torch.inf)
-    part_tops, sums = key.log_sums(beta)
-    tops = sums
-    if by_value is not None:
-        part_tops, tops = key.log_sums(by_value)
+    floors = weights.least if query is key else scale.new_full((query.clouds * query.tiles,), -torch.inf)
+    tops = weights if by_value is None else by_value
     arrays = {
         "floors": floors, "starts": key.tree.starts, "queries": query.tree.nodes.flatten(0, 1),
         "query_parts": query.tree.parts, "keys": key.tree.nodes.flatten(0, 1), "key_parts": key.tree.parts,
-        "tops": tops.flatten(), "part_tops": part_tops, "sums": sums.flatten(), "scales": scale,
+        "tops": tops.nodes, "part_tops": tops.parts, "sums": weights.nodes, "scales": scale,
     }  # fmt: skip
-    log_tol: Any = torch.tensor(math.log2(tol), dtype=beta.dtype).numpy()[()]  # a NumPy scalar of the loops' dtype
+    log_tol: Any = torch.tensor(math.log2(tol), dtype=scale.dtype).numpy()[()]  # a NumPy scalar of the loops' dtype
     return GaussianCutoff(
         tol=log_tol,
         query_tiles=query.tiles,

@@ -13,15 +13,15 @@ from torch import Tensor
 
 from qattn.attended import Attended
 from qattn.tiles.gaussian import excess
-from qattn.tiles.threads import chunks, share
-from qattn.tiles.tiling import FACTOR, PART, TILE, Tiling, kd_order
+from qattn.tiles.pairs import both_sides, rounds
+from qattn.tiles.sizes import PART, TILE
+from qattn.tiles.threads import even_chunks, share
+from qattn.tiles.tiling import FACTOR, Tiling, Weights, kd_order
 
 if TYPE_CHECKING:
     from qattn.tiles.loops.cutoff import MixtureCutoff, Nodes
 
 __all__ = ["MixtureTiles", "MixtureTiling"]
-
-_CHUNKS = 16  # tasks per thread
 
 
 class MixtureTiling:
@@ -35,9 +35,9 @@ class MixtureTiling:
         eigenvalues = torch.linalg.eigvalsh(matrices)  # (B, N, 3), rising
         order = kd_order(torch.cat([means, eigenvalues[..., -1:].sqrt()], dim=-1))
         self.tiling = Tiling(means * FACTOR, order)  # with the factor, e^(−½x²) is 2^(−x²)
-        self.rows = torch.cat([self.tiling.points, self.tiling.tiled(triangle)], dim=-1)  # (B T, TILE, 9)
+        self.rows = torch.cat([self.tiling.points, self.tiling.rows(triangle)], dim=-1)  # (B T, TILE, 9)
         self.columns = self.rows.mT.contiguous()  # (B T, 9, TILE)
-        eigenvalues = self.tiling.tiled(eigenvalues)  # (B T, TILE, 3)
+        eigenvalues = self.tiling.rows(eigenvalues)  # (B T, TILE, 3)
         self._spread, self._size = eigenvalues[..., -1], eigenvalues.prod(-1) ** (1 / 3)
         self.log_own = -0.5 * torch.log2(2 * eigenvalues).sum(-1)  # log₂(1 / √det C) with itself, (B T, TILE)
 
@@ -89,63 +89,91 @@ class MixtureTiles:
         from qattn.tiles.loops import mixture, simd
 
         query, key = self.query, self.key
-        beta, top = key.tiling.to_base_2(bias)
-        by_value = None if value is None else key.tiling.to_base_2(bias + excess(value, bias), top)[0]
-        cutoff = self._cutoff(beta, tol, by_value)
+        weights = key.tiling.weights(bias)
+        by_value = None if value is None else key.tiling.weights(bias + excess(value, bias), weights.top)
+        cutoff, beta = self._cutoff(weights, tol, by_value), weights.beta
         C, lanes = 0 if value is None else value.shape[-1], simd.REGISTER_BYTES // beta.itemsize
         channels = -(-C // lanes) * lanes
-        values = beta.new_zeros(len(key.rows), TILE, channels)
-        if value is not None:
-            values[..., :C] = key.tiling.tiled(value)
+        values = beta.new_empty(len(key.rows), TILE, 0) if value is None else key.tiling.rows(value, channels)
         lse, out = beta.new_empty(len(query.rows), TILE), beta.new_empty(len(query.rows), TILE, channels)
         tiny = key.tiling.size * 2.0 ** simd.LOWEST[64] / torch.finfo(beta.dtype).eps
         arrays = [x.numpy() for x in (query.rows, key.columns, beta, values)]
         run = partial(mixture.attend_mixtures, *arrays, cutoff, tiny, lse.numpy(), out.numpy())
-        share(run, self._chunks)
-        lse = query.tiling.untiled(lse) * math.log(2) + top
-        return Attended(None if value is None else query.tiling.untiled(out[..., :C]), lse)
+        share(run, even_chunks(len(query.rows)))
+        lse = query.tiling.untiled(lse) * math.log(2) + weights.top
+        return Attended(None if value is None else query.tiling.from_rows(out)[..., :C], lse)
 
     def differentiate(
-        self, row: Tensor, column: Tensor, bias: Tensor, shift: Tensor, tol: float
-    ) -> tuple[Tensor, Tensor]:
-        """Compute Σ_j s̄_ij (B, N) and Σ_j s̄_ij ∂s_ij (B, N, 9), with s̄_ij = e^{s_ij + b_j − shift_i} R_i · S_j."""
+        self,
+        row: Tensor,
+        column: Tensor,
+        bias: Tensor,
+        shift: Tensor,
+        tol: float,
+        *,
+        by_column: bool,
+        num_values: int,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Compute sums over pairs with p_ij = e^{s_ij + b_j − shift_i} and s̄_ij = p_ij R_i · S_j, in float64.
+
+        Args:
+            row: Rows R (B, N, C).
+            column: Columns S (B, M, C).
+            bias: Biases (B, M).
+            shift: Shifts (B, N).
+            tol: Fraction of Σ_j p_ij |S_j|, and of Σ_i p_ij |R_i|, that may be left out.
+            by_column: Whether sums over queries are needed too.
+            num_values: Number of channels of R for which Σ_i p_ij R_i is needed.
+
+        Returns:
+            Σ_j s̄_ij (1, ∂s_ij) (B, N, 10); Σ_i s̄_ij (1, ∂s_ij) (B, M, 10), and Σ_i p_ij R_i, or None.
+        """
         from qattn.tiles.loops import mixture
 
-        query, key = self.query, self.key
-        beta, top = key.tiling.to_base_2(bias)
-        cutoff = self._cutoff(beta + torch.log2(key.tiling.tiled(column).abs().amax(-1)), tol)
-        shifts = query.tiling.tiled((shift - top) / math.log(2))
-        rows, columns = query.tiling.tiled(row), key.tiling.tiled(column).mT.contiguous()
-        result = beta.new_empty(len(query.rows), TILE, 10)
-        arrays = [x.numpy() for x in (query.rows, shifts, rows, key.columns, beta, columns)]
-        share(partial(mixture.differentiate_mixtures, *arrays, cutoff, result.numpy()), self._chunks)
-        total, means, triangle = query.tiling.untiled(result).split([1, 3, 6], dim=-1)
+        query, key = self.query.tiling, self.key.tiling
+        weights = key.weights(bias)
+        shift = shift - weights.top
+        cutoff = self._cutoff(key.weights(bias + torch.log(column.abs().amax(-1)), weights.top), tol)
+        back = None
+        if by_column or num_values:
+            sizes = query.weights(torch.log(row.abs().amax(-1)) - shift, torch.zeros_like(weights.top))
+            back = self.transposed._cutoff(sizes, tol)
+        shifts = query.padded(shift / math.log(2), torch.inf)
+        tensors = self.query.rows, shifts, query.rows(row), self.key.columns, weights.beta, key.columns_of(column)
+        rowwise = shift.new_zeros(len(self.query.rows), TILE, 10)
+        columnwise = shift.new_zeros(len(self.key.rows) if by_column else 0, 10, TILE)
+        values = shift.new_zeros(len(self.key.rows) if num_values else 0, num_values, TILE)
+        results = [x.numpy() for x in (rowwise, columnwise, values)]
+        reach = both_sides(query, key, cutoff, back)
+        run = partial(mixture.differentiate_mixtures, *(x.numpy() for x in tensors), cutoff, reach, *results)
+        share(run, *rounds(query, key))
         # Coordinates contain FACTOR, and each entry off the diagonal occurs twice in the matrix.
-        twice = triangle.new_tensor([1, 2, 2, 1, 2, 1])
-        return total[..., 0], torch.cat([means / FACTOR, triangle * twice], dim=-1)
+        factors = shift.new_tensor([1, *[1 / FACTOR] * 3, 1, 2, 2, 1, 2, 1])
+        return (
+            factors * query.from_rows(rowwise),
+            factors * key.from_rows(columnwise.mT) if by_column else None,
+            key.from_rows(values.mT) if num_values else None,
+        )
 
     def near_tiles(self, bias: Tensor, tol: float) -> tuple[Tensor, Tensor]:
         """List the key tiles that matter to each query tile: counts (tiles,) and indices (tiles, width)."""
         from qattn.tiles.loops.cutoff import list_near_tiles
 
-        cutoff = self._cutoff(self.key.tiling.to_base_2(bias.detach().cpu().double())[0], tol)
+        cutoff = self._cutoff(self.key.tiling.weights(bias.detach().cpu().double()), tol)
         counts = torch.empty(len(self.query.rows), dtype=torch.int64)
         list_near_tiles(cutoff, counts.numpy(), torch.empty(len(counts), 0, dtype=torch.int64).numpy())
         lists = torch.zeros(len(counts), max(1, int(counts.amax())), dtype=torch.int64)
         list_near_tiles(cutoff, counts.numpy(), lists.numpy())
         return counts, lists
 
-    def _cutoff(self, beta: Tensor, tol: float, by_value: Tensor | None = None) -> "MixtureCutoff":
+    def _cutoff(self, weights: Weights, tol: float, by_value: Weights | None = None) -> "MixtureCutoff":
         from qattn.tiles.loops.cutoff import MixtureCutoff
 
         query, key = self.query, self.key
         # The sum of a row is at least the term of the Gaussian itself.
         own = key.log_own if self._has_determinant else torch.zeros_like(key.log_own)
-        floors = (beta + own).amin(-1) if query is key else beta.new_full((len(query.rows),), -torch.inf)
-        part_tops, sums = key.tiling.log_sums(beta)
-        tops = sums
-        if by_value is not None:
-            part_tops, tops = key.tiling.log_sums(by_value)
+        floors = (weights.beta + own).amin(-1) if query is key else own.new_full((len(query.rows),), -torch.inf)
+        tops = weights if by_value is None else by_value
         return MixtureCutoff(
             tol=math.log2(tol),
             floors=floors.numpy(),
@@ -157,14 +185,8 @@ class MixtureTiles:
             query_parts=query.parts,
             keys=key.nodes,
             key_parts=key.parts,
-            tops=tops.flatten().numpy(),
-            part_tops=part_tops.numpy(),
-            sums=sums.flatten().numpy(),
+            tops=tops.nodes.numpy(),
+            part_tops=tops.parts.numpy(),
+            sums=weights.nodes.numpy(),
             has_determinant=self._has_determinant,
         )
-
-    @property
-    def _chunks(self) -> list[tuple[int, int]]:
-        """Ranges of query tiles."""
-        tiles = len(self.query.rows)
-        return chunks(tiles, -(-tiles // (_CHUNKS * torch.get_num_threads())))

@@ -8,7 +8,7 @@ Coordinates are stored unchanged, so that differences of them are rounded once, 
 """
 
 import math
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -16,12 +16,11 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qattn.tiles.threads import share
+from qattn.tiles.sizes import PART, TILE
+from qattn.tiles.threads import chunks, share
 
-__all__ = ["FACTOR", "PART", "TILE", "Tiling", "Tree", "kd_order"]
+__all__ = ["FACTOR", "Tiling", "Tree", "Weights", "kd_order"]
 
-TILE = 64
-PART = 16  # floats in the widest register
 FACTOR = math.sqrt(0.5 / math.log(2))  # exp(−½ x²) = 2^(−(FACTOR x)²)
 _MIN_POINTS = 2**14  # least number of points per task of a thread
 
@@ -38,20 +37,26 @@ def kd_order(points: Tensor) -> Tensor:
     B, N, _ = rows.shape
     order = torch.arange(N).repeat(B, 1)
     numbers = order.numpy()
-    runs, leaves = [(b, 0, N) for b in range(B)], []
-    while runs and len(runs) < 4 * torch.get_num_threads():
-        b, first, last = runs.pop(0)
-        middle = kd.split(rows[b], numbers[b], first, last, PART) if last - first > _MIN_POINTS else last
-        if middle == last:
-            leaves.append((b, first, last))
-        else:
-            runs += [(b, first, middle), (b, middle, last)]
-    tasks = runs + leaves
+    tasks = [(b, 0, N) for b in range(B)]
 
-    def run(b: int, first: int, last: int) -> None:
+    def split(b: int, first: int, last: int) -> None:
+        middle = kd.split(rows[b], numbers[b], first, last, PART)
+        halves.extend(run for run in ((b, first, middle), (b, middle, last)) if run[1] < run[2])
+
+    # Level by level, until there is enough for all threads to do.
+    while (
+        tasks
+        and len(tasks) < 4 * torch.get_num_threads()
+        and max(last - first for _, first, last in tasks) > _MIN_POINTS
+    ):
+        halves: list[tuple[int, int, int]] = []
+        share(split, tasks)
+        tasks = halves
+
+    def sort(b: int, first: int, last: int) -> None:
         kd.sort(rows[b], numbers[b], first, last, PART)
 
-    share(run, tasks)
+    share(sort, tasks)
     return order
 
 
@@ -66,6 +71,16 @@ class Tree(NamedTuple):
     starts: Tensor  # (levels + 1,) int64: first node of each level
 
 
+class Weights(NamedTuple):
+    """Weights 2^β of the points of a tiling, with sums over the nodes of its tree, in log₂."""
+
+    beta: Tensor  # (B T, TILE): β over a scale, −inf in the padding of the last tile
+    top: Tensor  # (B, 1): exp(b) = 2^β e^top
+    parts: Tensor  # (B · T · TILE/PART,) log₂ Σ 2^β
+    nodes: Tensor  # (B · nodes,) log₂ Σ 2^β
+    least: Tensor  # (B T,) least β of each tile
+
+
 class Tiling:
     """Points (B, N, D) of B clouds in tiles, the last point repeated to fill the last tile.
 
@@ -77,34 +92,102 @@ class Tiling:
     def __init__(self, points: Tensor, order: Tensor | None = None) -> None:
         self.clouds, self.size, self.dims = points.shape
         self.tiles = -(-self.size // TILE)  # per cloud
-        self.order = order
-        self.points = self.tiled(points).contiguous()  # (B T, TILE, D)
+        self.order = torch.arange(self.size).repeat(self.clouds, 1) if order is None else order
+        self.points = self.rows(points)  # (B T, TILE, D)
 
     @cached_property
     def columns(self) -> Tensor:
         """Points tile by tile and coordinate by coordinate, (B T, D, TILE)."""
         return self.points.mT.contiguous()
 
+    def rows(self, x: Tensor, width: int | None = None) -> Tensor:
+        """Gather x (B, N, C), on the CPU, into tiles (B T, TILE, width), with zeros after C channels.
+
+        The last row is repeated to fill the last tile.
+        """
+        from qattn.tiles.loops.layout import gather_rows  # here, because importing Numba takes a while
+
+        rows = x.new_empty(self.clouds * self.tiles, TILE, x.shape[-1] if width is None else width)
+        share(partial(gather_rows, x.detach().contiguous().numpy(), self.order.numpy(), rows.numpy()), self.chunks)
+        return rows
+
+    def columns_of(self, x: Tensor) -> Tensor:
+        """Gather x (B, N, C), on the CPU, into tiles (B T, C, TILE)."""
+        from qattn.tiles.loops.layout import gather_columns
+
+        columns = x.new_empty(self.clouds * self.tiles, x.shape[-1], TILE)
+        share(
+            partial(gather_columns, x.detach().contiguous().numpy(), self.order.numpy(), columns.numpy()), self.chunks
+        )
+        return columns
+
+    def from_rows(self, rows: Tensor) -> Tensor:
+        """Undo `rows`: (B T, TILE, C) as (B, N, C), in the order of the cloud."""
+        from qattn.tiles.loops.layout import scatter_rows
+
+        x = rows.new_empty(self.clouds, self.size, rows.shape[-1])
+        share(partial(scatter_rows, rows.contiguous().numpy(), self.order.numpy(), x.numpy()), self.chunks)
+        return x
+
+    def weights(self, bias: Tensor, top: Tensor | None = None, scale: Tensor | None = None) -> "Weights":
+        """Convert biases (B, N), on the CPU, to base 2: exp(b) = 2^β e^top.
+
+        Args:
+            bias: Biases in the order of the cloud.
+            top: Shift (B, 1); by default the largest bias of each cloud, so that the largest β is 0.
+            scale: Divisors (B,) of `Weights.beta`; 1 by default.
+        """
+        from qattn.tiles.loops.layout import gather_weights
+
+        if top is None:
+            top = bias.amax(-1, keepdim=True)
+            top = torch.where(top == -torch.inf, 0, top)
+        scale = torch.ones(self.clouds, dtype=bias.dtype) if scale is None else scale
+        count = self.clouds * self.tiles
+        beta, parts, (sums, least) = (
+            bias.new_empty(count, TILE),
+            bias.new_empty(count, TILE // PART),
+            bias.new_empty(2, count),
+        )
+        arrays = [
+            x.numpy()
+            for x in (bias.detach().contiguous(), self.order, top[:, 0].contiguous(), scale, beta, parts, sums, least)
+        ]
+        share(partial(gather_weights, *arrays), self.chunks)
+        level = sums.reshape(self.clouds, self.tiles)
+        levels = [level]
+        while level.shape[1] > 1:
+            level = _log2_sum(pad(level, (0, level.shape[1] % 2), value=-torch.inf).unflatten(1, (-1, 2)))
+            levels.append(level)
+        return Weights(beta, top, parts.flatten(), torch.cat(levels, dim=1).flatten(), least)
+
+    @property
+    def chunks(self) -> list[tuple[int, int]]:
+        """Ranges of tiles for the threads, each with enough points to pay for the overhead."""
+        return chunks(self.clouds * self.tiles, _MIN_POINTS // TILE)
+
     @cached_property
     def _rank(self) -> Tensor:
         """Position of each point in the order, (B, N)."""
-        assert self.order is not None
-        rank = torch.empty_like(self.order)
+        rank = torch.empty_like(self.order, memory_format=torch.contiguous_format)
         return rank.scatter_(1, self.order, torch.arange(self.size, device=rank.device).expand_as(rank))
 
     def sort(self, x: Tensor) -> Tensor:
-        """Reorder x (B, N) or (B, N, C) from the order of the cloud to that of the tiles."""
-        return x if self.order is None else _take(x, self.order.to(x.device))
+        """Reorder x (B, N) or (B, N, C), on any device, from the order of the cloud to that of the tiles."""
+        return _take(x, self.order.to(x.device))
 
     def unsort(self, x: Tensor) -> Tensor:
-        """Reorder x (B, N) or (B, N, C) from the order of the tiles to that of the cloud."""
-        return x if self.order is None else _take(x, self._rank.to(x.device))
+        """Reorder x (B, N) or (B, N, C), on any device, from the order of the tiles to that of the cloud."""
+        return _take(x, self._rank.to(x.device))
 
     def tiled(self, x: Tensor) -> Tensor:
-        """Sort x (B, N) or (B, N, C) into tiles (B T, TILE[, C]), the last row repeated to fill the last tile."""
-        padded = torch.arange(self.tiles * TILE, device=x.device).clamp(max=self.size - 1)
-        rows = x[:, padded] if self.order is None else _take(x, self.order[:, padded.cpu()].to(x.device))
-        return rows.reshape(-1, TILE, *x.shape[2:])
+        """Sort x (B, N) or (B, N, C), on any device, into tiles (B T, TILE[, C]); the last row fills the last tile."""
+        padded = torch.arange(self.tiles * TILE).clamp(max=self.size - 1)
+        return _take(x, self.order[:, padded].to(x.device)).reshape(-1, TILE, *x.shape[2:])
+
+    def padded(self, x: Tensor, value: float) -> Tensor:
+        """Sort x (B, N) into tiles (B T, TILE), with a number to fill the last tile."""
+        return pad(self.sort(x), (0, self.tiles * TILE - self.size), value=value).reshape(-1, TILE)
 
     def untiled(self, x: Tensor) -> Tensor:
         """Undo `tiled`: x (B T, TILE[, C]) as (B, N[, C]), in the order of the cloud."""
@@ -123,31 +206,13 @@ class Tiling:
         starts = torch.tensor([0, *(level.shape[1] for level in levels)]).cumsum(0)
         return Tree(parts, torch.cat(levels, dim=1).contiguous(), starts)
 
-    def log_sums(self, beta: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute log₂ Σ 2^β over each part (B T TILE/PART,) and each node (B, nodes), for β (B T, TILE)."""
-        parts = _log2_sum(beta.reshape(self.clouds, -1, PART))  # (B, T TILE/PART)
-        level = _log2_sum(parts.reshape(self.clouds, -1, TILE // PART))
-        levels = [level]
-        while level.shape[1] > 1:
-            level = _log2_sum(pad(level, (0, level.shape[1] % 2), value=-torch.inf).unflatten(1, (-1, 2)))
-            levels.append(level)
-        return parts.flatten(), torch.cat(levels, dim=1)
-
-    def to_base_2(self, bias: Tensor, top: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Convert a bias (B, N) to β (B T, TILE) with exp(b) = 2^β e^top.
-
-        Args:
-            bias: Biases in the order of the cloud.
-            top: Shift (B, 1); by default the largest bias of each cloud, so that the largest β is 0.
-
-        Returns:
-            β, which is −inf in the padding of the last tile, and the shift.
-        """
-        if top is None:
-            top = bias.amax(-1, keepdim=True)
-            top = torch.where(top == -torch.inf, 0, top)
-        beta = self.sort((bias - top) / math.log(2))
-        return pad(beta, (0, self.tiles * TILE - self.size), value=-torch.inf).reshape(-1, TILE), top
+    def least_of_nodes(self, x: Tensor) -> Tensor:
+        """Compute the least x over the tiles of each node, (B, T) to (B, nodes)."""
+        levels = [x]
+        while x.shape[1] > 1:
+            x = pad(x, (0, x.shape[1] % 2), value=torch.inf).unflatten(1, (-1, 2)).amin(-1)
+            levels.append(x)
+        return torch.cat(levels, dim=1)
 
 
 def _take(x: Tensor, index: Tensor) -> Tensor:

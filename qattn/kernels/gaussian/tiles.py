@@ -9,12 +9,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from qattn.attended import Attended, Derivatives
+from qattn.attended import Attended, PairSums
 from qattn.attention.dispatch import Dispatch, select
-from qattn.attention.engine import Differentiating, Engine
+from qattn.attention.engine import Engine, Fused
 from qattn.attention.inputs import BlockLists, Inputs
 from qattn.tiles import gaussian
-from qattn.tiles.tiling import TILE, Tiling
+from qattn.tiles.sizes import TILE
+from qattn.tiles.tiling import Tiling
 
 __all__ = ["BACKENDS", "SortedCloud", "Tiles"]
 
@@ -35,7 +36,7 @@ class SortedCloud:
         return self._tilings[dtype]
 
 
-class Tiles(Engine, Differentiating):
+class Tiles(Engine, Fused):
     """Attention from one sorted cloud to another, or to itself.
 
     Args:
@@ -93,6 +94,19 @@ class Tiles(Engine, Differentiating):
     def can_differentiate(self, inputs: Inputs) -> bool:
         return self._backend_on(inputs.device) == "native"
 
-    def differentiate(self, inputs: Inputs, row: Tensor, column: Tensor, shift: Tensor) -> Derivatives:
+    def pair_sums(
+        self,
+        inputs: Inputs,
+        row: Tensor,
+        column: Tensor,
+        shift: Tensor,
+        *,
+        by_points: bool,
+        by_column: bool,
+        num_values: int,
+    ) -> PairSums:
         query, key = self._query.tiling(inputs.dtype), self._key.tiling(inputs.dtype)
-        return gaussian.differentiate(query, key, inputs.sigma, row, column, inputs.bias, shift, inputs.tol)
+        return gaussian.differentiate(
+            query, key, inputs.sigma, row, column, inputs.bias, shift, inputs.tol,
+            by_points=by_points, by_column=by_column, num_values=num_values,
+        )  # fmt: skip

@@ -21,17 +21,21 @@ from numba import njit
 from numba.extending import overload
 
 from qattn.tiles.compiled import compiled
-from qattn.tiles.tiling import PART, TILE
+from qattn.tiles.sizes import PART, TILE
 
 __all__ = [
     "PARTS",
     "GaussianCutoff",
     "MixtureCutoff",
     "Nodes",
+    "Reach",
     "count_near",
+    "find_least",
     "list_near_tiles",
     "near_parts",
     "near_tiles",
+    "parts_in_reach",
+    "tiles_in_reach",
 ]
 
 PARTS = TILE // PART
@@ -109,31 +113,28 @@ def _span(boxes, a, others, b):
 
 
 @njit(forceinline=True)
-def _mixture_weight(top, squared, spread, size, has_determinant):
-    """Compute β − δ²/spread − ½ log₂ size³."""
-    return top - squared / spread - (1.5 * math.log2(size) if has_determinant else 0.0)
+def _mixture_decay(squared, spread, size, has_determinant):
+    """Compute δ²/spread + ½ log₂ size³."""
+    return squared / spread + (1.5 * math.log2(size) if has_determinant else 0.0)
 
 
-def _most(cutoff, cloud, row, node):
-    """Bound the contribution of a node of keys to a row of a query node from above, in log₂."""
+def _decay(cutoff, cloud, row, node):
+    """Bound the decay of weights between a query node and a node of keys from below, in log₂."""
 
 
-def _least(cutoff, cloud, row, node):
-    """Bound the contribution of a node of keys to a row of a query node from below, in log₂."""
+def _largest_decay(cutoff, cloud, row, node):
+    """Bound the decay of weights between a query node and a node of keys from above, in log₂."""
 
 
-def _most_of_part(cutoff, cloud, row, part):
-    """Bound the contribution of a part of the keys to a row of a part of the queries from above, in log₂."""
+def _decay_of_parts(cutoff, cloud, row, part):
+    """Bound the decay of weights between a part of the queries and a part of the keys from below, in log₂."""
 
 
-@overload(_most, jit_options={"forceinline": True})
+@overload(_decay, jit_options={"forceinline": True})
 def _(cutoff, cloud, row, node):
     if cutoff.instance_class is GaussianCutoff:
-        return lambda cutoff, cloud, row, node: (
-            cutoff.tops[node] - cutoff.scales[cloud] * _gap(cutoff.queries, row, cutoff.keys, node)
-        )
-    return lambda cutoff, cloud, row, node: _mixture_weight(
-        cutoff.tops[node],
+        return lambda cutoff, cloud, row, node: cutoff.scales[cloud] * _gap(cutoff.queries, row, cutoff.keys, node)
+    return lambda cutoff, cloud, row, node: _mixture_decay(
         _gap(cutoff.queries.boxes, row, cutoff.keys.boxes, node),
         cutoff.queries.spread[row] + cutoff.keys.spread[node],
         cutoff.queries.size[row] + cutoff.keys.size[node],
@@ -141,14 +142,11 @@ def _(cutoff, cloud, row, node):
     )
 
 
-@overload(_least, jit_options={"forceinline": True})
+@overload(_largest_decay, jit_options={"forceinline": True})
 def _(cutoff, cloud, row, node):
     if cutoff.instance_class is GaussianCutoff:
-        return lambda cutoff, cloud, row, node: (
-            cutoff.sums[node] - cutoff.scales[cloud] * _span(cutoff.queries, row, cutoff.keys, node)
-        )
-    return lambda cutoff, cloud, row, node: _mixture_weight(
-        cutoff.sums[node],
+        return lambda cutoff, cloud, row, node: cutoff.scales[cloud] * _span(cutoff.queries, row, cutoff.keys, node)
+    return lambda cutoff, cloud, row, node: _mixture_decay(
         _span(cutoff.queries.boxes, row, cutoff.keys.boxes, node),
         _LEAST_EIGENVALUE,
         cutoff.queries.spread[row] + cutoff.keys.spread[node],
@@ -156,19 +154,24 @@ def _(cutoff, cloud, row, node):
     )
 
 
-@overload(_most_of_part, jit_options={"forceinline": True})
+@overload(_decay_of_parts, jit_options={"forceinline": True})
 def _(cutoff, cloud, row, part):
     if cutoff.instance_class is GaussianCutoff:
         return lambda cutoff, cloud, row, part: (
-            cutoff.part_tops[part] - cutoff.scales[cloud] * _gap(cutoff.query_parts, row, cutoff.key_parts, part)
+            cutoff.scales[cloud] * _gap(cutoff.query_parts, row, cutoff.key_parts, part)
         )
-    return lambda cutoff, cloud, row, part: _mixture_weight(
-        cutoff.part_tops[part],
+    return lambda cutoff, cloud, row, part: _mixture_decay(
         _gap(cutoff.query_parts.boxes, row, cutoff.key_parts.boxes, part),
         cutoff.query_parts.spread[row] + cutoff.key_parts.spread[part],
         cutoff.query_parts.size[row] + cutoff.key_parts.size[part],
         cutoff.has_determinant,
     )
+
+
+@njit(forceinline=True)
+def _least(cutoff, cloud, row, node):
+    """Bound the contribution of a node of keys to a row of a query node from below, in log₂."""
+    return cutoff.sums[node] - _largest_decay(cutoff, cloud, row, node)
 
 
 @njit
@@ -191,7 +194,7 @@ def near_tiles(tile, cutoff, tiles, most, least):
         height -= 1
         level, i = stack[height, 0], stack[height, 1]
         node = root + starts[level] + i
-        high = _most(cutoff, cloud, row, node)
+        high = cutoff.tops[node] - _decay(cutoff, cloud, row, node)
         if not high > floor + cutoff.tol - _SHARES:
             continue
         low = _least(cutoff, cloud, row, node)
@@ -235,7 +238,78 @@ def near_parts(row, tiles, cutoff, least, near):
     for tile in tiles:
         for part in range(tile * PARTS, (tile + 1) * PARTS):
             near[count] = part
-            count += _most_of_part(cutoff, cloud, row, part) > least
+            count += cutoff.part_tops[part] - _decay_of_parts(cutoff, cloud, row, part) > least
+    return count
+
+
+class Reach(NamedTuple):
+    """Limits of sums over pairs from both sides: over the keys of each query, and over the queries of each key.
+
+    Logarithms are in base 2. A pair of tiles matters to a row if the cut-off of rows says so, and to a column if the
+    same holds with queries and keys exchanged.
+    """
+
+    row_least: np.ndarray  # (query tiles,) weights that are too small to matter to a row
+    column_least: np.ndarray  # (clouds · key nodes,) least of those that are too small to matter to a column
+    row_tops: np.ndarray  # (query tiles,) log₂ Σ 2^β over rows, as weights of columns
+    row_part_tops: np.ndarray  # (query tiles · PARTS,) the same
+
+
+@compiled
+def find_least(cutoff, least, begin, end):
+    """Write log₂ of the weight that is too small to matter to each of the query tiles begin … end − 1."""
+    tiles, high, low = _buffers(cutoff)
+    for tile in range(begin, end):
+        _, least[tile] = near_tiles(tile, cutoff, tiles, high, low)
+
+
+@njit
+def tiles_in_reach(tile, cutoff, reach, first, last, tiles):
+    """Write the indices of the key tiles first … last − 1, a node, that matter to a query tile or to which it matters.
+
+    Returns:
+        The number of tiles.
+    """
+    starts, cloud = cutoff.starts, tile // cutoff.query_tiles
+    row, root = cloud * cutoff.query_nodes + tile - cloud * cutoff.query_tiles, cloud * cutoff.key_nodes
+    count = 0
+    stack = np.empty((2 * len(starts), 2), np.int64)  # levels, and indices of nodes within them
+    level, i = 0, first - cloud * starts[1]
+    while (1 << level) < last - first:
+        level += 1
+    stack[0, 0], stack[0, 1] = level, i >> level
+    height = 1
+    while height > 0:
+        height -= 1
+        level, i = stack[height, 0], stack[height, 1]
+        node = root + starts[level] + i
+        decay = _decay(cutoff, cloud, row, node)
+        matters_to_row = cutoff.tops[node] - decay > reach.row_least[tile]
+        if not (matters_to_row or reach.row_tops[tile] - decay > reach.column_least[node]):
+            continue
+        if level == 0:
+            tiles[count] = cloud * starts[1] + i
+            count += 1
+            continue
+        for child in range(2 * i, min(2 * i + 2, starts[level] - starts[level - 1])):
+            stack[height, 0], stack[height, 1] = level - 1, child
+            height += 1
+    return count
+
+
+@njit
+def parts_in_reach(row, tiles, cutoff, reach, near):
+    """Write the indices of the parts of key tiles that a part of the queries matters to, or that matter to it."""
+    count, tile = 0, row // PARTS
+    cloud = tile // cutoff.query_tiles
+    offset = cloud * cutoff.key_nodes - cloud * cutoff.starts[1]
+    for key_tile in tiles:
+        least = reach.column_least[key_tile + offset]
+        for part in range(key_tile * PARTS, (key_tile + 1) * PARTS):
+            decay = _decay_of_parts(cutoff, cloud, row, part)
+            near[count] = part
+            matters_to_row = cutoff.part_tops[part] - decay > reach.row_least[tile]
+            count += matters_to_row or reach.row_part_tops[row] - decay > least
     return count
 
 

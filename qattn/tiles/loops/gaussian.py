@@ -17,11 +17,16 @@ import numpy as np
 from numba import njit
 
 from qattn.tiles.compiled import compiled
-from qattn.tiles.loops.cutoff import PARTS, near_parts, near_tiles
+from qattn.tiles.loops.cutoff import PARTS, near_parts, near_tiles, parts_in_reach, tiles_in_reach
 from qattn.tiles.loops.simd import (
+    FEW,
     ROWS,
     add,
+    add_differences_few,
+    add_few,
+    add_products_rows,
     add_rows,
+    add_squares_rows,
     exp2_of_product,
     lanes,
     load,
@@ -31,15 +36,20 @@ from qattn.tiles.loops.simd import (
     multiply_add,
     multiply_add_rows,
     splat,
+    splat_few,
+    splat_rows,
     store,
     store_rows,
     subtract,
     sum_of,
+    zero_few,
     zero_rows,
 )
-from qattn.tiles.tiling import PART, TILE
+from qattn.tiles.sizes import PART, TILE
 
 __all__ = ["attend_tiles", "differentiate_tiles"]
+
+_LOG_2 = math.log(2)
 
 
 # Tiles of keys are passed as an index t, not as slices: Numba would count references to those, each at the cost of a
@@ -48,8 +58,8 @@ __all__ = ["attend_tiles", "differentiate_tiles"]
 
 @njit(forceinline=True)
 def _exponent(query, i, shift, keys, beta, t, j, dims):
-    """Compute β_j − ‖q_i − k_j‖² − shift_i for one register of keys of tile t."""
-    d = len(dims) if len(dims) > 0 else query.shape[1]
+    """Compute β_j − ‖q_i − k_j‖² − shift_i for one register of keys of tile t, in few dimensions."""
+    d = len(dims)
     s = load(beta, t * TILE + j)
     for c in range(d):
         s = minus_square(s, load(keys, (t * d + c) * TILE + j), splat(query[i, c]))
@@ -59,13 +69,29 @@ def _exponent(query, i, shift, keys, beta, t, j, dims):
 
 
 @njit(forceinline=True)
-def _add_maximum(query, keys, beta, t, dims, largest):
+def _store_squares(query, first, keys, t, begin, end, squares):
+    """Write ‖q_i − k_j‖² for ROWS rows from `first` on, and the keys begin … end − 1 of tile t, to (ROWS, TILE)."""
+    d = query.shape[1]
+    for j in range(begin, end, lanes(squares)):
+        rows = zero_rows(squares)
+        for c in range(d):
+            rows = add_squares_rows(rows, query, first * d + c, d, load(keys, (t * d + c) * TILE + j))
+        store_rows(squares, j, TILE, rows)
+
+
+@njit(forceinline=True)
+def _add_maximum(query, keys, beta, t, dims, largest, squares):
     """Update the largest exponents of all rows of a query tile by one tile of keys, lane by lane."""
     width = lanes(largest)
     for i in range(TILE):
+        if len(dims) == 0 and i % ROWS == 0:
+            _store_squares(query, i, keys, t, 0, TILE, squares)
         m = load(largest, i * width)
         for j in range(0, TILE, width):
-            m = maximum(m, _exponent(query, i, None, keys, beta, t, j, dims))
+            if len(dims) == 0:
+                m = maximum(m, subtract(load(beta, t * TILE + j), load(squares, i % ROWS * TILE + j)))
+            else:
+                m = maximum(m, _exponent(query, i, None, keys, beta, t, j, dims))
         store(largest, i * width, m)
 
 
@@ -73,11 +99,19 @@ def _add_maximum(query, keys, beta, t, dims, largest):
 def _add_weights(query, first, rows, shift, scale, keys, beta, t, begin, end, dims, sums, weights):
     """Add the weights of the keys begin … end − 1 of tile t to rows of sums, lane by lane; store them in `weights`."""
     width, factor = lanes(sums), splat(scale)
+    if len(dims) == 0:
+        _store_squares(query, first, keys, t, begin, end, weights)
     for r in range(rows):
         i = first + r
         total = load(sums, i * width)
         for j in range(begin, end, width):
-            w = exp2_of_product(factor, _exponent(query, i, shift, keys, beta, t, j, dims))
+            if len(dims) == 0:
+                s = subtract(load(beta, t * TILE + j), load(weights, r * TILE + j))
+                if shift is not None:
+                    s = add(s, splat(-shift[i]))
+            else:
+                s = _exponent(query, i, shift, keys, beta, t, j, dims)
+            w = exp2_of_product(factor, s)
             total = add(total, w)
             if weights is not None:
                 store(weights, r * TILE + j, w)
@@ -98,7 +132,7 @@ def _add_products(weights, values, t, begin, end, i, out):
 @njit(forceinline=True)
 def _add_keys(query, first, rows, shift, scale, keys, beta, values, t, begin, end, dims, sums, out, weights):
     """Add weights to sums and, if there are values, weighted values to out."""
-    if values.shape[2] == 0:
+    if values.shape[2] == 0 and len(dims) > 0:
         _add_weights(query, first, rows, shift, scale, keys, beta, t, begin, end, dims, sums, None)
         return
     for i in range(first, first + rows, ROWS):
@@ -135,23 +169,24 @@ def _aligned(size, dtype):
 
 
 @compiled
-def attend_tiles(query, scales, keys, beta, values, key_tiles, cutoff, tiny, dims, lse, out, begin, end):
+def attend_tiles(query, order, scales, keys, beta, tops, values, key_tiles, cutoff, tiny, dims, lse, out, begin, end):
     """Attention of the query tiles begin … end − 1 to the tiles of keys that matter, or to all of their cloud.
 
-    query (T, TILE, d); scales (clouds,); keys (S, d, TILE) and beta (S, TILE); values (S, TILE, C) with C a multiple of
-    the lanes of a register, 0 for lse alone; key_tiles (T, 2), the range of key tiles of the cloud of each query tile.
-    lse (T, TILE) in base 2 and out (T, TILE, C) are written. `dims` is a tuple of d items, so that d is a constant to
-    the compiler, or empty.
+    query (T, TILE, d) and order (B, N), that of the queries in tiles; scales (B,); keys (S, d, TILE), beta (S, TILE)
+    and tops (B, 1); values (S, TILE, W) with W a multiple of the lanes of a register, 0 for lse alone; key_tiles
+    (T, 2), the range of key tiles of the cloud of each query tile. lse (B, N) and out (B, N, C), C ≤ W, are written in
+    the order of the cloud. `dims` is a tuple of d items, so that d is a constant to the compiler, or empty.
     """
     sums = _aligned(TILE * lanes(query), query.dtype).reshape(TILE, lanes(query))
     weights = _aligned(ROWS * TILE, query.dtype).reshape(ROWS, TILE)
-    shift = np.empty(TILE, query.dtype)
+    shift, total = np.empty(TILE, query.dtype), np.empty(TILE, query.dtype)
+    o = _aligned(TILE * values.shape[2], query.dtype).reshape(TILE, values.shape[2])
     seen, near = np.empty(len(keys), np.int64), np.empty(PARTS * len(keys), np.int64)
     most, smallest = np.empty(len(keys), query.dtype), np.empty(len(keys), query.dtype)
     least = query.dtype.type(0)
     for tile in range(begin, end):
-        q, o, total = query[tile], out[tile], lse[tile]
-        scale = scales[tile * len(scales) // len(query)]
+        cloud = tile * len(scales) // len(query)
+        q, scale, first = query[tile], scales[cloud], (tile - cloud * (len(query) // len(scales))) * TILE
         if cutoff is None:
             tiles = np.arange(key_tiles[tile, 0], key_tiles[tile, 1])
         else:
@@ -169,7 +204,7 @@ def attend_tiles(query, scales, keys, beta, values, key_tiles, cutoff, tiny, dim
         if low:
             sums[:] = -np.inf
             for t in tiles:
-                _add_maximum(q, keys, beta, t, dims, sums)
+                _add_maximum(q, keys, beta, t, dims, sums, weights)
             for i in range(TILE):
                 shift[i] = sums[i].max()
             if cutoff is None:
@@ -178,70 +213,120 @@ def attend_tiles(query, scales, keys, beta, values, key_tiles, cutoff, tiny, dim
                 _add_near(q, tile, shift, scale, keys, beta, values, tiles, cutoff, least, near, dims, sums, o, weights)
             for i in range(TILE):
                 total[i] = sum_of(load(sums, i * lanes(sums)))
-        for i in range(TILE):
-            if values.shape[2] > 0:
-                o[i] /= max(total[i], tiny)
-            total[i] = math.log2(total[i]) + scale * shift[i]
+        for i in range(min(TILE, order.shape[1] - first)):
+            row, norm = order[cloud, first + i], max(total[i], tiny)
+            lse[cloud, row] = (math.log2(total[i]) + scale * shift[i]) * _LOG_2 + tops[cloud, 0]
+            for c in range(out.shape[2]):
+                out[cloud, row, c] = o[i, c] / norm
 
 
 @njit(forceinline=True)
-def _add_derivatives(query, first, shift, scale, rows, keys, beta, columns, t, begin, end, dims, sums, products):
-    """Add derivatives of the keys begin … end − 1 of tile t to sums (ROWS, d + 2, lanes) of rows from `first` on."""
-    width, channels, factor = lanes(products), columns.shape[1], splat(scale)
-    d = len(dims) if len(dims) > 0 else query.shape[1]
+def _cotangents(query, first, shift, scale, rows, keys, beta, columns, t, begin, end, weights, cotangents, sums):
+    """Write weights p and cotangents p R · S of ROWS rows and the keys begin … end − 1 of tile t; add them to sums.
+
+    weights and cotangents (ROWS, TILE); sums (ROWS, d + 2, lanes), of which the first and the last are added to.
+    """
+    width, channels, d, factor = lanes(sums), columns.shape[1], query.shape[1], splat(scale)
+    _store_squares(query, first, keys, t, begin, end, weights)
     for j in range(begin, end, width):
-        product = zero_rows(products)
+        products = zero_rows(sums)
         for c in range(channels):
             column = load(columns, (t * channels + c) * TILE + j)
-            product = multiply_add_rows(product, rows, first * channels + c, channels, column)
-        store_rows(products, 0, width, product)
+            products = multiply_add_rows(products, rows, first * channels + c, channels, column)
+        store_rows(cotangents, j, TILE, products)
+    for r in range(ROWS):
+        place, s = r * (d + 2) * width, splat(shift[first + r])
+        total, second = load(sums, place), load(sums, place + (d + 1) * width)
+        for j in range(begin, end, width):
+            square = load(weights, r * TILE + j)
+            weight = exp2_of_product(factor, subtract(subtract(load(beta, t * TILE + j), square), s))
+            cotangent = multiply(weight, load(cotangents, r * TILE + j))
+            store(weights, r * TILE + j, weight)
+            store(cotangents, r * TILE + j, cotangent)
+            total, second = add(total, cotangent), multiply_add(cotangent, square, second)
+        store(sums, place, total)
+        store(sums, place + (d + 1) * width, second)
+
+
+@njit(forceinline=True)
+def _add_derivatives(query, first, rows, keys, t, begin, end, by_points, weights, cotangents, sums, columnwise, values):
+    """Add derivatives of ROWS rows and the keys begin … end − 1 of tile t to sums over keys and over queries.
+
+    columnwise (S, d + 1, TILE) has the sums of cotangents, and of cotangents times differences; values (S, C, TILE).
+    Either of them may be empty, (0, …).
+    """
+    width, channels, d = lanes(sums), rows.shape[1], query.shape[1]
+    for c in range(d if by_points else 0):
+        for r in range(0, ROWS, FEW):
+            few, others = zero_few(sums), splat_few(query, (first + r) * d + c, d)
+            for j in range(begin, end, width):
+                place = (t * (d + 1) + c + 1) * TILE + j
+                total = splat(query.dtype.type(0)) if len(columnwise) == 0 else load(columnwise, place)
+                key = load(keys, (t * d + c) * TILE + j)
+                few, total = add_differences_few(few, total, others, key, cotangents, r * TILE + j, TILE)
+                if len(columnwise) > 0:
+                    store(columnwise, place, total)
+            add_few(sums, (r * (d + 2) + c + 1) * width, (d + 2) * width, few)
+    for c in range(values.shape[1] if len(values) > 0 else 0):
+        factors = splat_rows(rows, first * channels + c, channels)
+        for j in range(begin, end, width):
+            place = (t * values.shape[1] + c) * TILE + j
+            store(values, place, add_products_rows(load(values, place), factors, weights, j, TILE))
+    for j in range(begin, end if len(columnwise) > 0 else begin, width):
+        total = load(columnwise, t * (d + 1) * TILE + j)
         for r in range(ROWS):
-            i, place = first + r, r * (d + 2) * width
-            weight = exp2_of_product(factor, _exponent(query, i, shift, keys, beta, t, j, dims))
-            weight = multiply(weight, load(products, r * width))
-            store(sums, place, add(load(sums, place), weight))
-            square = splat(query.dtype.type(0))
-            for c in range(d):
-                apart = subtract(load(keys, (t * d + c) * TILE + j), splat(query[i, c]))
-                square = multiply_add(apart, apart, square)
-                place += width
-                store(sums, place, multiply_add(weight, apart, load(sums, place)))
-            store(sums, place + width, multiply_add(weight, square, load(sums, place + width)))
+            total = add(total, load(cotangents, r * TILE + j))
+        store(columnwise, t * (d + 1) * TILE + j, total)
 
 
 @compiled
-def differentiate_tiles(query, scales, shift, rows, keys, beta, columns, key_tiles, cutoff, dims, result, begin, end):
-    """Σ_j s̄_ij (1, k_j − q_i, ‖k_j − q_i‖²) of the query tiles begin … end − 1, with s̄_ij = p_ij R_i · S_j.
+def differentiate_tiles(
+    query, scales, shift, rows, keys, beta, columns, cutoff, reach, by_points, rowwise, columnwise, values,
+    begin, end, first, last,
+):  # fmt: skip
+    """Add the derivatives of the query tiles begin … end − 1 and the key tiles first … last − 1 to sums over pairs.
 
-    The weights are p_ij = 2^(c (β_j − ‖q_i − k_j‖² − shift_i)). query (T, TILE, d), shift (T, TILE) and rows R
-    (T, TILE, C); keys (S, d, TILE), beta (S, TILE) and columns S (S, C, TILE); result (T, TILE, d + 2) is written.
-    For the other arguments see `attend_tiles`.
+    With p_ij = 2^(c (β_j − ‖q_i − k_j‖² − shift_i)) and s̄_ij = p_ij R_i · S_j, they are
+
+        rowwise (T, TILE, d + 2)        Σ_j s̄_ij (1, k_j − q_i, ‖k_j − q_i‖²),
+        columnwise (S, d + 1, TILE)     Σ_i s̄_ij (1, k_j − q_i),
+        values (S, C′, TILE)            Σ_i p_ij R_i, of the first C′ channels.
+
+    query (T, TILE, d), shift (T, TILE) and rows R (T, TILE, C); keys (S, d, TILE), beta (S, TILE) and columns S
+    (S, C, TILE). columnwise and values may be empty. With a cut-off, the key tiles should be a node of their tree.
     """
     d, width = query.shape[2], lanes(query)
     sums = _aligned(ROWS * (d + 2) * width, query.dtype).reshape(ROWS, d + 2, width)
-    products = _aligned(ROWS * width, query.dtype).reshape(ROWS, width)
-    seen, near = np.empty(len(keys), np.int64), np.empty(PARTS * len(keys), np.int64)
-    most, smallest = np.empty(len(keys), query.dtype), np.empty(len(keys), query.dtype)
+    weights = _aligned(ROWS * TILE, query.dtype).reshape(ROWS, TILE)
+    cotangents = _aligned(ROWS * TILE, query.dtype).reshape(ROWS, TILE)
+    seen, near = np.empty(last - first, np.int64), np.empty(PARTS * (last - first), np.int64)
     for tile in range(begin, end):
         q, r, s = query[tile], rows[tile], shift[tile]
         scale = scales[tile * len(scales) // len(query)]
-        count, least = 0, query.dtype.type(0)
+        count = 0
         if cutoff is not None:
-            count, least = near_tiles(tile, cutoff, seen, most, smallest)
+            count = tiles_in_reach(tile, cutoff, reach, first, last, seen)
         for p in range(PARTS):
-            parts = 0
+            num_parts = 0
             if cutoff is not None:
-                parts = near_parts(tile * PARTS + p, seen[:count], cutoff, least, near)
-            for first in range(p * PART, (p + 1) * PART, ROWS):
+                num_parts = parts_in_reach(tile * PARTS + p, seen[:count], cutoff, reach, near)
+                if num_parts == 0:
+                    continue
+            for i in range(p * PART, (p + 1) * PART, ROWS):
                 sums[:] = 0
                 if cutoff is None:
-                    for t in range(key_tiles[tile, 0], key_tiles[tile, 1]):
-                        _add_derivatives(q, first, s, scale, r, keys, beta, columns, t, 0, TILE, dims, sums, products)
-                for n in range(parts):
+                    for t in range(first, last):
+                        _cotangents(q, i, s, scale, r, keys, beta, columns, t, 0, TILE, weights, cotangents, sums)
+                        _add_derivatives(
+                            q, i, r, keys, t, 0, TILE, by_points, weights, cotangents, sums, columnwise, values
+                        )
+                for n in range(num_parts):
                     t, start = near[n] // PARTS, near[n] % PARTS * PART
+                    stop = start + PART
+                    _cotangents(q, i, s, scale, r, keys, beta, columns, t, start, stop, weights, cotangents, sums)
                     _add_derivatives(
-                        q, first, s, scale, r, keys, beta, columns, t, start, start + PART, dims, sums, products
+                        q, i, r, keys, t, start, stop, by_points, weights, cotangents, sums, columnwise, values
                     )
-                for i in range(ROWS):
+                for row in range(ROWS):
                     for n in range(d + 2):
-                        result[tile, first + i, n] = sums[i, n].sum()
+                        rowwise[tile, i + row, n] += sum_of(load(sums, (row * (d + 2) + n) * width))

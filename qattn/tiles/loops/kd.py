@@ -6,11 +6,14 @@ of one another hold half as many points as those along a space-filling curve.
 
 # mypy: disable-error-code="no-untyped-def"
 
+import numpy as np
 from numba import njit
 
 from qattn.tiles.compiled import compiled
 
 __all__ = ["sort", "split"]
+
+_SAMPLE = 33  # coordinates from which a pivot is chosen
 
 
 @njit
@@ -21,12 +24,27 @@ def _swap(points, order, i, j):
 
 
 @njit
+def _pivot(points, first, last, k, axis, sample):
+    """Return a coordinate of rows first … last that is likely near the k-th: an order statistic of a sample of them."""
+    if last - first < 8 * _SAMPLE:
+        a, b, c = points[first, axis], points[(first + last) // 2, axis], points[last, axis]
+        return max(min(a, b), min(max(a, b), c))
+    for n in range(_SAMPLE):
+        x, i = points[first + n * (last - first) // (_SAMPLE - 1), axis], n
+        while i > 0 and sample[i - 1] > x:
+            sample[i] = sample[i - 1]
+            i -= 1
+        sample[i] = x
+    return sample[(k - first) * (_SAMPLE - 1) // (last - first)]
+
+
+@njit
 def _select(points, order, first, last, k, axis):
     """Swap rows first … last − 1 until none before k lies beyond one from k on, along one axis (quickselect)."""
     last -= 1
+    sample = np.empty(_SAMPLE, points.dtype)
     while first < last:
-        a, b, c = points[first, axis], points[(first + last) // 2, axis], points[last, axis]
-        pivot = max(min(a, b), min(max(a, b), c))
+        pivot = _pivot(points, first, last, k, axis, sample)
         i, j = first, last
         while i <= j:  # equal numbers stop both scans, so that ties are divided evenly
             while points[i, axis] < pivot:

@@ -11,7 +11,7 @@ import numpy as np
 from numba import njit
 
 from qattn.tiles.compiled import compiled
-from qattn.tiles.loops.cutoff import PARTS, near_parts, near_tiles
+from qattn.tiles.loops.cutoff import PARTS, near_parts, near_tiles, parts_in_reach, tiles_in_reach
 from qattn.tiles.loops.simd import (
     ROWS,
     add,
@@ -30,11 +30,12 @@ from qattn.tiles.loops.simd import (
     subtract,
     zero_rows,
 )
-from qattn.tiles.tiling import PART, TILE
+from qattn.tiles.sizes import PART, TILE
 
 __all__ = ["attend_mixtures", "differentiate_mixtures"]
 
 _NUMBERS = 9  # per Gaussian
+_SUMS = 1 + _NUMBERS  # of cotangents, and of cotangents times derivatives
 
 
 @njit(forceinline=True)
@@ -119,14 +120,28 @@ def _add_tiles(query, tile, shift, keys, beta, values, tiles, cutoff, least, nea
 
 
 @njit(forceinline=True)
-def _add_gradients(query, i, shift, rows, keys, beta, columns, t, begin, has_determinant, sums):
-    """Add the derivatives of a part of tile t to the ten sums of a row, lane by lane; see `differentiate_mixtures`."""
+def _add_to_both(sums, columnwise, n, place, width, row_term, column_term):
+    """Add a term to the n-th sum of a row, lane by lane, and one to a sum of columns, if those are needed."""
+    store(sums, n * width, add(load(sums, n * width), row_term))
+    if len(columnwise) > 0:
+        store(columnwise, place + n * TILE, add(load(columnwise, place + n * TILE), column_term))
+
+
+@njit(forceinline=True)
+def _add_gradients(query, i, shift, rows, keys, beta, columns, t, begin, has_determinant, sums, columnwise, values):
+    """Add the derivatives of a row and a part of tile t to the ten sums of the row and of each column.
+
+    See `differentiate_mixtures`. Sums of the row are kept lane by lane.
+    """
     width, channels = lanes(sums), columns.shape[1]
     minus_half = splat(query.dtype.type(-0.5))
     for j in range(begin, begin + PART, width):
         apart, pivots, factors = _eliminated(query, i, keys, t, j)
         weight = _weight(beta, t * TILE + j, shift[i], apart, pivots, has_determinant)
-        factor = splat(query.dtype.type(0))
+        for c in range(values.shape[1] if len(values) > 0 else 0):
+            place = (t * values.shape[1] + c) * TILE + j
+            store(values, place, multiply_add(weight, splat(rows[i, c]), load(values, place)))
+        factor, zero = splat(query.dtype.type(0)), splat(query.dtype.type(0))
         for c in range(channels):
             factor = multiply_add(splat(rows[i, c]), load(columns, (t * channels + c) * TILE + j), factor)
         weight = multiply(weight, factor)
@@ -135,26 +150,34 @@ def _add_gradients(query, i, shift, rows, keys, beta, columns, t, begin, has_det
         w = multiply(z, r)
         v = subtract(multiply(y, q), multiply(n, w))
         u = subtract(subtract(multiply(x, p), multiply(l, v)), multiply(m, w))
-        store(sums, 0, add(load(sums, 0), weight))
-        store(sums, width, multiply_add(weight, u, load(sums, width)))
-        store(sums, 2 * width, multiply_add(weight, v, load(sums, 2 * width)))
-        store(sums, 3 * width, multiply_add(weight, w, load(sums, 3 * width)))
+        place = t * _SUMS * TILE + j
+        _add_to_both(sums, columnwise, 0, place, width, weight, weight)
+        # δ is the mean of the key minus that of the query.
+        x, y, z = multiply(weight, u), multiply(weight, v), multiply(weight, w)
+        _add_to_both(sums, columnwise, 1, place, width, x, subtract(zero, x))
+        _add_to_both(sums, columnwise, 2, place, width, y, subtract(zero, y))
+        _add_to_both(sums, columnwise, 3, place, width, z, subtract(zero, z))
         # (C⁻¹δ)(C⁻¹δ)ᵀ log 2 − ½ C⁻¹, where log 2 removes the squared factor √(½ log₂ e) of the coordinates.
         outer = multiply(weight, splat(query.dtype.type(math.log(2))))
-        half = multiply(weight, minus_half) if has_determinant else splat(query.dtype.type(0))
+        half = multiply(weight, minus_half) if has_determinant else zero
         # C⁻¹ = L⁻ᵀ D⁻¹ L⁻¹ with L⁻¹ = (1; −l 1; s −n 1).
         s = subtract(multiply(l, n), m)
-        zero = splat(query.dtype.type(0))
         yz, xz = subtract(zero, multiply(n, r)), multiply(s, r)
         xx = multiply_add(s, xz, multiply_add(multiply(l, l), q, p))
         xy = subtract(multiply(s, yz), multiply(l, q))
         yy = subtract(q, multiply(n, yz))
-        store(sums, 4 * width, multiply_add(outer, multiply(u, u), multiply_add(half, xx, load(sums, 4 * width))))
-        store(sums, 5 * width, multiply_add(outer, multiply(u, v), multiply_add(half, xy, load(sums, 5 * width))))
-        store(sums, 6 * width, multiply_add(outer, multiply(u, w), multiply_add(half, xz, load(sums, 6 * width))))
-        store(sums, 7 * width, multiply_add(outer, multiply(v, v), multiply_add(half, yy, load(sums, 7 * width))))
-        store(sums, 8 * width, multiply_add(outer, multiply(v, w), multiply_add(half, yz, load(sums, 8 * width))))
-        store(sums, 9 * width, multiply_add(outer, multiply(w, w), multiply_add(half, r, load(sums, 9 * width))))
+        xx = multiply_add(outer, multiply(u, u), multiply(half, xx))
+        xy = multiply_add(outer, multiply(u, v), multiply(half, xy))
+        xz = multiply_add(outer, multiply(u, w), multiply(half, xz))
+        yy = multiply_add(outer, multiply(v, v), multiply(half, yy))
+        yz = multiply_add(outer, multiply(v, w), multiply(half, yz))
+        zz = multiply_add(outer, multiply(w, w), multiply(half, r))
+        _add_to_both(sums, columnwise, 4, place, width, xx, xx)
+        _add_to_both(sums, columnwise, 5, place, width, xy, xy)
+        _add_to_both(sums, columnwise, 6, place, width, xz, xz)
+        _add_to_both(sums, columnwise, 7, place, width, yy, yy)
+        _add_to_both(sums, columnwise, 8, place, width, yz, yz)
+        _add_to_both(sums, columnwise, 9, place, width, zz, zz)
 
 
 @njit
@@ -205,26 +228,35 @@ def attend_mixtures(query, keys, beta, values, cutoff, tiny, lse, out, begin, en
 
 
 @compiled
-def differentiate_mixtures(query, shift, rows, keys, beta, columns, cutoff, result, begin, end):
-    """Σ_j s̄_ij (1, ∂s_ij/∂x_i, ∂s_ij/∂A_i) of the query tiles begin … end − 1, with s̄_ij = p_ij R_i · S_j.
+def differentiate_mixtures(
+    query, shift, rows, keys, beta, columns, cutoff, reach, rowwise, columnwise, values, begin, end, first, last
+):
+    """Add the derivatives of the query tiles begin … end − 1 and the key tiles first … last − 1 to sums over pairs.
 
-    The weights are p_ij = 2^(β_j − shift_i − δᵀC⁻¹δ) / √det C. query (T, TILE, 9), shift (T, TILE) and rows R
-    (T, TILE, K); keys (S, 9, TILE), beta (S, TILE) and columns S (S, K, TILE); result (T, TILE, 10) is written. Its
-    last six numbers are the upper triangle of a symmetric matrix.
+    With p_ij = 2^(β_j − shift_i − δᵀC⁻¹δ) / √det C and s̄_ij = p_ij R_i · S_j, they are
+
+        rowwise (T, TILE, 10)       Σ_j s̄_ij (1, ∂s_ij/∂x_i, ∂s_ij/∂A_i),
+        columnwise (S, 10, TILE)    Σ_i s̄_ij (1, ∂s_ij/∂y_j, ∂s_ij/∂B_j),
+        values (S, C′, TILE)        Σ_i p_ij R_i, of the first C′ channels.
+
+    The last six numbers are the upper triangle of a symmetric matrix. query (T, TILE, 9), shift (T, TILE) and rows R
+    (T, TILE, C); keys (S, 9, TILE), beta (S, TILE) and columns S (S, C, TILE). columnwise and values may be empty. The
+    key tiles should be a node of their tree.
     """
     width = lanes(query)
-    sums = np.empty((10, width), query.dtype)
-    seen, most, smallest = np.empty(len(keys), np.int64), np.empty(len(keys), query.dtype), np.empty(len(keys))
-    near = np.empty(PARTS * len(keys), np.int64)
+    sums = np.empty((_SUMS, width), query.dtype)
+    seen, near = np.empty(last - first, np.int64), np.empty(PARTS * (last - first), np.int64)
     for tile in range(begin, end):
         q, r, s = query[tile], rows[tile], shift[tile]
-        count, least = near_tiles(tile, cutoff, seen, most, smallest)
+        count = tiles_in_reach(tile, cutoff, reach, first, last, seen)
         for p in range(PARTS):
-            parts = near_parts(tile * PARTS + p, seen[:count], cutoff, least, near)
+            parts = parts_in_reach(tile * PARTS + p, seen[:count], cutoff, reach, near)
             for i in range(p * PART, (p + 1) * PART):
                 sums[:] = 0
                 for n in range(parts):
-                    t, first = near[n] // PARTS, near[n] % PARTS * PART
-                    _add_gradients(q, i, s, r, keys, beta, columns, t, first, cutoff.has_determinant, sums)
-                for n in range(10):
-                    result[tile, i, n] = sums[n].sum()
+                    t, start = near[n] // PARTS, near[n] % PARTS * PART
+                    _add_gradients(
+                        q, i, s, r, keys, beta, columns, t, start, cutoff.has_determinant, sums, columnwise, values
+                    )
+                for n in range(_SUMS):
+                    rowwise[tile, i, n] += sums[n].sum()

@@ -15,6 +15,7 @@ from numba.extending import intrinsic, models, register_model
 
 REGISTER_BYTES = 64 if llvm.get_host_cpu_features().get("avx512f") else 32
 ROWS = 8  # query rows processed at a time: the latency of a multiply-add, in cycles, times two that start per cycle
+FEW = 4  # rows processed at a time where each of them needs two registers
 
 LOWEST = {32: -100.0, 64: -960.0}  # log₂ of the smallest weight that does not count as 0, by the bits of the dtype
 
@@ -93,6 +94,11 @@ def _element(context, builder, array_type, array, offset):
     return builder.gep(data, [offset])
 
 
+def _load(context, builder, float_type, array_type, array, offset):
+    pointer = _element(context, builder, array_type, array, offset)
+    return builder.load(builder.bitcast(pointer, float_type.vector.as_pointer()), align=float_type.align)
+
+
 def _fma(builder, float_type, a, b, c):
     return _call(builder, "fma", float_type, a, b, c)
 
@@ -113,8 +119,7 @@ def load(_, array, offset):
     float_type = _FLOATS[array.dtype]
 
     def emit(context, builder, signature, arguments):
-        pointer = _element(context, builder, signature.args[0], *arguments)
-        return builder.load(builder.bitcast(pointer, float_type.vector.as_pointer()), align=float_type.align)
+        return _load(context, builder, float_type, signature.args[0], *arguments)
 
     return Vec(array.dtype)(array, types.intp), emit
 
@@ -314,18 +319,7 @@ def store_rows(_, array, offset, stride, rows):
 @intrinsic
 def add_rows(_, array, offset, stride, rows):
     """Add rows[r] to the register at offset + r·stride for each row."""
-    float_type = _FLOATS[array.dtype]
-
-    def emit(context, builder, signature, arguments):
-        position = arguments[1]
-        for register in cgutils.unpack_tuple(builder, arguments[3], ROWS):
-            pointer = _element(context, builder, signature.args[0], arguments[0], position)
-            pointer = builder.bitcast(pointer, float_type.vector.as_pointer())
-            total = builder.fadd(builder.load(pointer, align=float_type.align), register)
-            builder.store(total, pointer, align=float_type.align)
-            position = builder.add(position, arguments[2])
-
-    return types.void(array, types.intp, types.intp, rows), emit
+    return _adder(ROWS, array, rows)
 
 
 @intrinsic
@@ -344,3 +338,123 @@ def multiply_add_rows(_, rows, array, offset, stride, register):
         return context.make_tuple(builder, rows, result)
 
     return rows(rows, array, types.intp, types.intp, register), emit
+
+
+@intrinsic
+def add_squares_rows(_, rows, array, offset, stride, register):
+    """Compute rows[r] + (register − array[offset + r·stride])² for each row, one step of squared distances."""
+    float_type = _FLOATS[array.dtype]
+
+    def emit(context, builder, signature, arguments):
+        result = []
+        position = arguments[2]
+        for row in cgutils.unpack_tuple(builder, arguments[0], ROWS):
+            other = builder.load(_element(context, builder, signature.args[1], arguments[1], position))
+            apart = builder.fsub(arguments[4], _splat(builder, float_type.vector, other))
+            result.append(_fma(builder, float_type, apart, apart, row))
+            position = builder.add(position, arguments[3])
+        return context.make_tuple(builder, rows, result)
+
+    return rows(rows, array, types.intp, types.intp, register), emit
+
+
+@intrinsic
+def splat_rows(_, array, offset, stride):
+    """Make `ROWS` registers, with array[offset + r·stride] in all lanes."""
+    return _splatter(ROWS, array)
+
+
+@intrinsic
+def add_products_rows(_, total, rows, array, offset, stride):
+    """Compute total + Σ_r rows[r] · w_r, where w_r is the register at offset + r·stride."""
+    float_type = _FLOATS[array.dtype]
+
+    def emit(context, builder, signature, arguments):
+        result, registers, source, position, step = arguments
+        for row in cgutils.unpack_tuple(builder, registers, ROWS):
+            weight = _load(context, builder, float_type, signature.args[2], source, position)
+            result = _fma(builder, float_type, row, weight, result)
+            position = builder.add(position, step)
+        return result
+
+    return total(total, rows, array, types.intp, types.intp), emit
+
+
+@intrinsic
+def zero_few(_, array):
+    """Make a tuple of `FEW` registers of zeros."""
+    registers = types.UniTuple(Vec(array.dtype), FEW)
+
+    def emit(context, builder, signature, arguments):
+        zero = _constant(_FLOATS[array.dtype].vector, 0.0)
+        return context.make_tuple(builder, registers, [zero] * FEW)
+
+    return registers(array), emit
+
+
+@intrinsic
+def splat_few(_, array, offset, stride):
+    """Make `FEW` registers, with array[offset + r·stride] in all lanes."""
+    return _splatter(FEW, array)
+
+
+def _splatter(count, array):
+    """Make an intrinsic that makes a tuple of registers of numbers at offset + r·stride."""
+    float_type = _FLOATS[array.dtype]
+    registers = types.UniTuple(Vec(array.dtype), count)
+
+    def emit(context, builder, signature, arguments):
+        position, result = arguments[1], []
+        for _ in range(count):
+            number = builder.load(_element(context, builder, signature.args[0], arguments[0], position))
+            result.append(_splat(builder, float_type.vector, number))
+            position = builder.add(position, arguments[2])
+        return context.make_tuple(builder, registers, result)
+
+    return registers(array, types.intp, types.intp), emit
+
+
+@intrinsic
+def add_differences_few(_, few, total, others, register, weights, offset, stride):
+    """Add w_r (register − others[r]) to few[r], and all of them to `total`; return both.
+
+    The weights w_r are the registers at offset + r·stride. All that is used repeatedly fits the 16 registers of AVX2.
+    """
+    float_type = _FLOATS[weights.dtype]
+    both = types.Tuple((few, total))
+
+    def emit(context, builder, signature, arguments):
+        before, sum_of_rows, subtrahends, minuend, source, position, step = arguments
+        result = []
+        rows = zip(*(cgutils.unpack_tuple(builder, x, FEW) for x in (before, subtrahends)), strict=True)
+        for row, other in rows:
+            apart = builder.fsub(minuend, other)
+            weight = _load(context, builder, float_type, signature.args[4], source, position)
+            result.append(_fma(builder, float_type, weight, apart, row))
+            sum_of_rows = _fma(builder, float_type, weight, apart, sum_of_rows)
+            position = builder.add(position, step)
+        return context.make_tuple(builder, both, [context.make_tuple(builder, few, result), sum_of_rows])
+
+    return both(few, total, others, register, weights, types.intp, types.intp), emit
+
+
+@intrinsic
+def add_few(_, array, offset, stride, few):
+    """Add few[r] to the register at offset + r·stride for each of them."""
+    return _adder(FEW, array, few)
+
+
+def _adder(count, array, rows):
+    """Make an intrinsic that adds a tuple of registers to those at offset + r·stride."""
+    float_type = _FLOATS[array.dtype]
+
+    def emit(context, builder, signature, arguments):
+        position = arguments[1]
+        for register in cgutils.unpack_tuple(builder, arguments[3], count):
+            before = _load(context, builder, float_type, signature.args[0], arguments[0], position)
+            pointer = _element(context, builder, signature.args[0], arguments[0], position)
+            pointer = builder.bitcast(pointer, float_type.vector.as_pointer())
+            builder.store(builder.fadd(before, register), pointer, align=float_type.align)
+            position = builder.add(position, arguments[2])
+
+    return types.void(array, types.intp, types.intp, rows), emit
