@@ -182,7 +182,7 @@ def test_sixteen_bits(case, dtype, tol, autocast):
 
 
 def test_batches(case):
-    """Two clouds, two heads and a batch of signals that the kernel lacks, item by item."""
+    """Two clouds, two heads and a batch of signals that the kernel lacks, item by item, also as `q[index]`."""
     tensors = tensors_of(case, SINGLE)
     sigma = torch.tensor([1.0, 1.5]) * tensors["sigma"]
     both = {name: torch.stack([x, x.flip(0)]) for name, x in tensors.items() if name != "sigma"}
@@ -195,6 +195,8 @@ def test_batches(case):
         close(found[:, 0, head], (one @ signal[:, 0, 0]).double(), 1e-4)
         close(back[:, 0, head], (one.T @ signal[:, 0, 0]).double(), 1e-4)
         close(found[:, 1, head].flip(1), (one @ signal[:, 0, 0].flip(1)).double(), 1e-4)
+    for index in (1, (slice(None), 0), (slice(1, 2), -1)):
+        close(q[index] @ signal[0, 0, 0], found[0][index].double(), 1e-4)
 
 
 def test_arrays(case):
