@@ -5,6 +5,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from cases import slow
 from laws import EDGES, N, distances
 
 from qattn import (
@@ -53,7 +54,7 @@ def same(found, expected):
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("normalization", ["sinkhorn", "row", "symmetric", "none"])
+@pytest.mark.parametrize("normalization", ["sinkhorn", *map(slow, ("row", "symmetric", "none"))])
 @pytest.mark.parametrize("index", INDICES, ids=str)
 def test_an_item_is_the_item_of_the_matrix(index, normalization):
     q, new = operator(normalization=normalization), torch.randn(5, 2, dtype=DOUBLE)
@@ -101,7 +102,7 @@ def test_items_have_all_that_operators_have():
     assert isinstance(arrays.to_dense(), np.ndarray)
 
 
-@pytest.mark.parametrize("method", ["exact", "tiles", "fourier"])
+@pytest.mark.parametrize("method", ["exact", "tiles", slow("fourier")])
 def test_gradients_flow_through_an_item(method):
     """Of both orders, by points, σ and masses: those of the item of a product."""
     tensors = [torch.randn(2, 30, 2, dtype=DOUBLE), torch.tensor([0.5, 0.8], dtype=DOUBLE), torch.rand(30) + 0.5]

@@ -6,7 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from laws import KERNELS, log_of, operator
+from cases import slow
+from laws import KERNELS, QUICK, log_of, operator
 
 from qattn import MatrixKernel, Solver, diffusion
 
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("_one_thread")
 SINGLE, DOUBLE = torch.float32, torch.float64
 
 
-@pytest.fixture(params=KERNELS)
+@pytest.fixture(params=[name if name in QUICK else slow(name) for name in KERNELS])
 def case(request):
     """A kernel that has the law of the test: `test_extend` is the law "extend"."""
     found = KERNELS[request.param]
@@ -140,6 +141,7 @@ def test_first_gradients(case, mean):
         close(grad, right, 2e-3)
 
 
+@pytest.mark.slow
 def test_second_gradients(case):
     """Derivatives of ⟨gradient, direction⟩ by everything, in float64."""
     mass, signal, weight = masses(case), *torch.randn(2, case.size, 2, dtype=DOUBLE)
@@ -157,7 +159,7 @@ def test_second_gradients(case):
         close(grad, right, 1e-4)
 
 
-@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+@pytest.mark.parametrize("autocast", [False, slow(True)], ids=["plain", "autocast"])
 @pytest.mark.parametrize(("dtype", "tol"), [(torch.float16, 5e-3), (torch.bfloat16, 2e-2)], ids=str)
 def test_sixteen_bits(case, dtype, tol, autocast):
     """Signals of 16 bits, with and without gradients: results in their dtype, gradients as exact as it allows."""
