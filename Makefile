@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: install test demo doctor bench docs conformance clean
+.PHONY: install test quick demo doctor bench docs conformance clean
 
 install: $(VENV)/installed
 
@@ -19,6 +19,10 @@ test: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/pytest
+
+# A minute on two cores, once the loops are compiled: every module, and a few cases of each law.
+quick: install
+	$(BIN)/pytest -m "not slow"
 
 demo: install
 	$(BIN)/qattn demo

@@ -1,11 +1,13 @@
-"""Broadcasting of shapes without `torch.broadcast_shapes`, whose first call imports SymPy for half a second."""
+"""Broadcasting of shapes and indices; `torch.broadcast_shapes` would import SymPy for half a second."""
 
 from collections.abc import Sequence
 from itertools import zip_longest
 
 import torch
 
-__all__ = ["broadcast_shapes"]
+__all__ = ["Index", "broadcast_shapes", "own_index"]
+
+Index = tuple[int | slice, ...]  # one entry per batch axis; integers are not negative
 
 
 def broadcast_shapes(*shapes: Sequence[int]) -> torch.Size:
@@ -25,3 +27,15 @@ def broadcast_shapes(*shapes: Sequence[int]) -> torch.Size:
             raise RuntimeError(f"Shapes {', '.join(str(tuple(shape)) for shape in shapes)} do not broadcast.")
         sizes.append(size)
     return torch.Size(sizes[::-1])
+
+
+def own_index(index: Index, batch: Sequence[int]) -> Index:
+    """Return the entries of an index that apply to `batch`, axes that broadcast to those of the index.
+
+    Examples:
+        >>> own_index((4, slice(2), 3), (1, 7))
+        (slice(None, None, None), 3)
+    """
+    entries = index[len(index) - len(batch) :]
+    repeated = (0 if isinstance(entry, int) else slice(None) for entry in entries)
+    return tuple(mine if n == 1 else entry for entry, mine, n in zip(entries, repeated, batch, strict=True))

@@ -91,7 +91,8 @@ def check_axioms(q: Diffusion, *, tol: float = 1e-2, seed: int = 0) -> AxiomRepo
     q.kernel.ranks.check_alone("check_axioms")
     if len(q.shape) > 2:
         raise ValueError(
-            f"`check_axioms` takes one cloud with one bandwidth; this operator has shape {tuple(q.shape)}."
+            f"`check_axioms` takes one cloud with one bandwidth; this operator has shape {tuple(q.shape)}. "
+            "Take one item first, as in `check_axioms(q[0])`."
         )
     generator = torch.Generator().manual_seed(seed)
     N, dtype, device = q.shape[-1], q.kernel.dtype, q.kernel.device

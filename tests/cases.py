@@ -3,6 +3,7 @@
 from functools import partial
 from typing import NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -10,6 +11,11 @@ from qattn import Solver, diffusion, shapes
 from qattn.spectra import Spectrum
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+
+
+def slow(*values):
+    """Values of a parametrization that `pytest -m "not slow"` leaves out."""
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 class Case(NamedTuple):

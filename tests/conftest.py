@@ -10,6 +10,10 @@ if "ONEDNN_MAX_CPU_ISA" not in os.environ and CPU.exists() and "amx_tile" in CPU
     if subprocess.run([sys.executable, "-c", product], capture_output=True, check=False).returncode < 0:
         os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_FP16"  # before torch is imported, here and in workers
 
+# Workers share the cores. With all of them in each, threads wait for one another, and tests take several times as long.
+if (workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT")) is not None:
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // int(workers))))
+
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import settings  # noqa: E402

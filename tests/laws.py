@@ -266,6 +266,20 @@ KERNELS: dict[str, Case] = {
     ),
 }
 
+# One or two of each kind of data, which the quick tier holds to the laws; the whole suite holds all to them.
+QUICK = {
+    "gaussian, exact, native",
+    "gaussian, tiles",
+    "exponential, exact",
+    "mixture, full, tiles",
+    "voxels, blocks",
+    "graph, eps",
+    "matrix",
+    "matrix, sparse",
+    "matrix, products",
+    "sum",
+}
+
 
 def potential(log_kernel: Tensor, mass: Tensor, steps: int = 40) -> Tensor:
     """f with f + lse(f + log m) = 0, differentiable: the last steps of the plain iteration."""

@@ -139,6 +139,8 @@ def batches_and_heads(method):
         close(applied, smooth[..., index, :], 10 * tol)
         close(q @ signal[0, 0, index], (whole @ signal[0, 0])[..., index, :], 10 * tol)
         assert q.marginal_error.shape == (2, 3)
+        for item in ((0, 1), (..., -1), 1):
+            close(q[item] @ signal[0, 0, index], (whole[item] @ signal[0, 0])[..., index, :], 10 * tol)
 
 
 def gradients(method):
@@ -434,6 +436,8 @@ def disagreements(_):
     says(lambda: q.T @ x.clone().requires_grad_(odd), "The shape of `signal`", "with gradient")
     says(lambda: q.value_and_gradient(x[:, : 1 + odd]), "The shape of `signal`")
     says(lambda: q.power(1 + odd, x), "`t` should be the same")
+    heads = qattn.diffusion(sharded_kernel(x, [1.0, 2.0]))
+    says(lambda: heads[int(odd)], "`index` should be the same")
     says(lambda: q.extend(x[:, : 3 - odd]), "The shape of `points`")
     says(lambda: qattn.eigsh(q, 3 + odd), "`k` should be the same")
     says(lambda: q @ x if odd else qattn.sinkhorn(kernel), "the same functions in the same order; got `sinkhorn`")

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from cases import CASES, DTYPES, dense, make, sphere
+from cases import CASES, DTYPES, dense, make, slow, sphere
 
 from qattn import attend
 from qattn.attention import sdpa
@@ -35,6 +35,7 @@ def test_backend_agrees_with_dense_float64(backend, dtype, case):
     check(make(case, dtype), backend, BACKENDS[backend].tolerance[dtype])
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("flex")
 @pytest.mark.parametrize("case", FLEX_CASES, ids=str)
 def test_flex_agrees_with_dense_float64(case):
@@ -124,6 +125,7 @@ def test_all_keys_absent(backend, value):
         assert (out[1] == 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("flex")
 def test_flex_with_absent_far_and_heavy_keys():
     """One shape for all of flex's hard inputs."""
@@ -148,7 +150,7 @@ def exponential(query, key):
 
 
 @pytest.mark.xdist_group("flex")
-@pytest.mark.parametrize("backend", ["reference", "flex"])
+@pytest.mark.parametrize("backend", ["reference", slow("flex")])
 def test_another_score(backend):
     query, key, value = torch.randn(100, 3), torch.randn(100, 3), torch.randn(100, 4)
     out, lse = attend(query, key, value, score=exponential, backend=backend)
@@ -194,6 +196,7 @@ def test_empty_sides(backend):
     assert lse.shape == (0, 10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["native", "sdpa"])
 def test_more_than_65536_rows(backend):
     n = 65_536 + 7

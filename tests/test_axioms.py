@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from cases import sphere
+from cases import slow, sphere
 
 from qattn import Diffusion, GaussianKernel, GraphKernel, MatrixKernel, Solver, check_axioms, diffusion
 
 
-@pytest.mark.parametrize("method", ["exact", "tiles", "fourier"])
+@pytest.mark.parametrize("method", ["exact", "tiles", slow("fourier")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_sinkhorn_has_them_all(method, dtype):
     mass = torch.rand(500, dtype=dtype) + 0.1
@@ -40,6 +40,7 @@ def test_other_normalizations_lack_some(normalization, broken):
     assert "NO" in str(report)
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_numbers():
     q = diffusion(sphere(400).float(), 0.3, torch.rand(400))
     assert check_axioms(q, seed=0) == check_axioms(q, seed=0)

@@ -5,6 +5,7 @@ import nrrd
 import numpy as np
 import pytest
 import torch
+from cases import slow
 from test_io import SPHERE, UTM, WHOLE, saved, splats
 from typer.testing import CliRunner
 
@@ -133,8 +134,8 @@ def test_diffuse_takes_splats_as_the_mixture_that_they_are(tmp_path):
     assert list(after.attributes) == list(before.attributes)
 
 
-@pytest.mark.parametrize("name", ["classification", "Label", "kind"])
-@pytest.mark.parametrize("many", [2, 40])
+@pytest.mark.parametrize("name", ["classification", slow("Label"), slow("kind")])
+@pytest.mark.parametrize("many", [2, slow(40)])
 def test_labels_are_put_to_the_vote_and_never_averaged(name, many):
     made = cloud(2000)
     bins = np.floor((made.points[:, 2] + 1) / 2 * many)
@@ -246,7 +247,7 @@ def test_spectrum_of_grids_and_splats(tmp_path):
     assert np.allclose(result["frequencies"], -2 / width**2 * np.log(result["values"]), atol=1e-4)
 
 
-@pytest.mark.parametrize("k", [1, 4])
+@pytest.mark.parametrize("k", [slow(1), 4])
 def test_spectrum_draws(tmp_path, k):
     sphere()
     run("spectrum", "in.ply", "-k", k, "-o", "out.npz", "--plot", "out.png")
@@ -345,6 +346,7 @@ def test_one_is_singular(monkeypatch):
     assert "1 eigenpair of 42 points" in run("spectrum", "in.ply", "-k", 1, "-o", "out.npz")
 
 
+@pytest.mark.slow
 def test_bench_compares_the_methods(tmp_path):
     text = run("bench", "--points", 6000, "--sigma", "3x", "--sigma", "10%")
     for fact in ("6,000 points", "← auto", "exact", "tiles", "fourier", "1×"):

@@ -6,6 +6,7 @@ import torch
 from qattn import attend, diffusion
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch speaks of its graph breaks
 def test_compiled_code_gives_the_same_result_and_gradient():
     points = torch.randn(100, 3, requires_grad=True)
@@ -19,6 +20,7 @@ def test_compiled_code_gives_the_same_result_and_gradient():
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_code_that_normalises():
     points = torch.randn(60, 3, requires_grad=True)

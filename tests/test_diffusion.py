@@ -7,7 +7,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from cases import ball, dense, sphere
+from cases import ball, dense, slow, sphere
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.sparse.linalg import aslinearoperator, eigsh, lsqr, svds
@@ -45,7 +45,7 @@ def weighted_mean(values, mass):
     return float((mass * values).sum() / mass.sum())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [slow(torch.float32), torch.float64], ids=str)
 @settings(deadline=None, max_examples=60)
 @given(cloud=clouds())
 def test_laws_of_the_sinkhorn_normalisation(dtype, cloud):
@@ -187,6 +187,7 @@ def test_extension_to_new_points():
         diffusion(MatrixKernel(torch.eye(3))).extend(new)
 
 
+@pytest.mark.slow
 def test_refinement_converges_to_the_closed_form_on_the_sphere():
     """Theorem 4.5: Q Y = λ Y for a spherical harmonic, λ = I_{5/2}(k) / I_{1/2}(k), k = 1/σ², as N grows."""
     sigma = 0.5
@@ -202,6 +203,7 @@ def test_refinement_converges_to_the_closed_form_on_the_sphere():
     assert errors[-1] < errors[0] / 4
 
 
+@pytest.mark.slow
 def test_scipy_finds_the_spectrum():
     q = diffusion(sphere(400), 0.3, tol=1e-8)
     values = eigsh(q.to_scipy(symmetric=True), k=4, return_eigenvectors=False)
@@ -318,6 +320,7 @@ def test_errors_of_one_step_cost_no_pass_beside_the_signal(normalization, passes
     torch.testing.assert_close(q.marginal_error, (q.to_dense().sum(-1) - 1).abs() @ mass / mass.sum())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adjoint", ["implicit", "unroll"])
 def test_gradients_through_the_operator(adjoint):
     points = torch.randn(5, 2, dtype=torch.float64, requires_grad=True)
@@ -375,6 +378,7 @@ def test_a_constant_signal_has_no_gradient():
     assert abs(detached) > 1
 
 
+@pytest.mark.slow
 def test_gradients_on_every_backend_in_float32():
     points, signal = torch.randn(300, 3), torch.randn(300, 3)
 
@@ -398,7 +402,7 @@ def test_dense_reference_of_the_cases_agrees():
     assert isinstance(q.kernel, GaussianKernel)
 
 
-@pytest.mark.parametrize("method", ["exact", "tiles", "fourier"])
+@pytest.mark.parametrize("method", ["exact", "tiles", slow("fourier")])
 def test_products_from_both_sides(method):
     """`rows @ q`, arrays and `torch.matmul` agree with the matrix; light points and those without mass included."""
     points = sphere(80) + 5

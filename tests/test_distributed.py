@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from cases import slow
+from on_ranks import same_as_one
 
 import qattn
 from qattn.distributed.group import pack, unpack
@@ -39,6 +42,17 @@ def on_ranks(size, *checks, **more):
 METHODS = "exact", "tiles", "fourier"
 
 
+@pytest.mark.parametrize("method", ["exact", "tiles", slow("fourier")])
+def test_one_rank_is_one_process(method):
+    """A group of this process alone, which waits for no other to start."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        same_as_one(method)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.slow
 def test_two_ranks_are_one_process():
     """Attention, operators, gradients, spectra, networks; one start of processes for all, which is what takes time."""
     checks = "same_as_one", "near_and_far", "batches_and_heads", "gradients"
@@ -48,11 +62,13 @@ def test_two_ranks_are_one_process():
     on_ranks(2, *(f"{check}:{method}" for check in checks for method in METHODS), *others, *layers)
 
 
+@pytest.mark.slow
 def test_four_ranks_are_one_process():
     others = "gradients:exact", "compacted:tiles", "subgroups:tiles", "disagreements:auto", "masses_by_density:exact"
     on_ranks(4, *(f"same_as_one:{method}" for method in METHODS), *others)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "size"), [(signal.SIGKILL, 3), (signal.SIGSTOP, 2)], ids=["killed", "stalled"])
 def test_a_rank_that_is_lost_stops_the_others(tmp_path, number, size):
     """Within the timeout, with a sentence that says what to do; a new start goes on from what was saved."""
@@ -97,6 +113,7 @@ def test_a_group_is_needed():
         qattn.GaussianKernel(torch.randn(5, 3), 0.1, group="world")
 
 
+@pytest.mark.slow
 def test_the_example_runs_under_torchrun(tmp_path):
     script = Path(qattn.__file__).parents[1] / "examples" / "distributed.py"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import trimesh
+from cases import slow
 from test_io import WHOLE
 from typer.testing import CliRunner
 
@@ -17,13 +18,16 @@ from qattn.cli import app
 ROOT = Path(qattn.__file__).parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 WITH_PYTHON = [page for page in PAGES if "```python\n" in page.read_text()]
+LONG = {"tutorial", "motion", "mixtures", "speed", "points"}
 OTHERS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/paper/README.md", "benchmarks/README.md")]
 GENERATED = ("index.md", "paper.md", "benchmarks.md", "contributing.md", "changelog.md")  # by docs/readme.py
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
 
 
-@pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page", [slow(page) if page.stem in LONG else page for page in WITH_PYTHON], ids=lambda page: page.stem
+)
 def test_python_blocks_of_a_page_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
@@ -31,6 +35,7 @@ def test_python_blocks_of_a_page_run(page, tmp_path, monkeypatch):
         exec(compile(block, page.name, "exec"), names)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "files.md"], ids=lambda page: page.stem)
 def test_commands_of_a_page_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -17,6 +17,7 @@ def _small(monkeypatch):
     monkeypatch.setattr(flex.shutil, "which", lambda name: None)
 
 
+@pytest.mark.slow
 def test_backends_measures_what_is_usable_and_explains_the_rest():
     reports = {(report.name, report.dtype): report for report in backends() if report.device == "cpu"}
     assert {name for name, _ in reports} == set(BACKENDS)
@@ -41,6 +42,7 @@ def test_the_table_shows_every_backend():
     assert "cpu, float32, lse alone" in result.output
 
 
+@pytest.mark.slow
 def test_a_wrong_kernel_is_found(monkeypatch):
     right = BACKENDS["sdpa"].attend
 
@@ -54,6 +56,7 @@ def test_a_wrong_kernel_is_found(monkeypatch):
     assert "error above its tolerance" in " ".join(result.output.split())
 
 
+@pytest.mark.slow
 def test_a_kernel_that_crashes_is_reported_and_the_others_go_on(monkeypatch):
     def crash(self, inputs):
         raise RuntimeError("no kernel image is available\nfor execution")

@@ -35,6 +35,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.slow
 def test_memory_grows_with_the_points():
     """The matrix of all distances of 16,000 points per cloud would take 4 GB."""
     run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
@@ -59,6 +60,7 @@ def test_a_flow_descends(options):
     assert energy[-1] < 0.1 * energy[0]
 
 
+@pytest.mark.slow
 def test_the_normalized_flow_leaves_none_behind():
     x, y = disc_and_corner()
     plain, raw, normalized = (

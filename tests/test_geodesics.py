@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases import slow
 
 from qattn import mass, shapes
 from qattn.geodesics import (
@@ -19,6 +20,9 @@ pytestmark = pytest.mark.usefixtures("_one_thread")
 
 SIGMA = 0.4
 PARTS = [(metric, integrator) for metric in METRICS for integrator in INTEGRATORS]
+QUICK_METRICS = ["kernel", slow("diffusion")]
+QUICK_INTEGRATORS = ["euler", slow("midpoint")]
+QUICK_PARTS = [slow(*part) if "midpoint" in part else part for part in PARTS]
 
 
 def cloud(n=20, d=3):
@@ -60,7 +64,7 @@ def test_h_and_its_derivatives_are_those_of_matrices(metric):
     torch.testing.assert_close(force, -by_q)
 
 
-@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("metric", QUICK_METRICS)
 def test_derivatives_can_be_differentiated_again(metric):
     hamiltonian = exact(metric)
     q, p = (x.requires_grad_() for x in cloud(6, 2))
@@ -69,7 +73,7 @@ def test_derivatives_can_be_differentiated_again(metric):
     )
 
 
-@pytest.mark.parametrize(("metric", "integrator"), PARTS)
+@pytest.mark.parametrize(("metric", "integrator"), QUICK_PARTS)
 def test_gradients_of_the_error_of_a_match(metric, integrator):
     q, p = cloud(5, 2)
     target = q + 0.1
@@ -92,7 +96,7 @@ def test_the_start_of_the_normalization_changes_nothing():
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("metric", QUICK_METRICS)
 def test_midpoints_keep_energy_and_lead_back(metric):
     q, p = cloud()
     p = p if metric == "diffusion" else p / len(q)
@@ -109,6 +113,7 @@ def test_midpoints_keep_energy_and_lead_back(metric):
     torch.testing.assert_close(back.momenta[-1], p, rtol=0, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("metric", METRICS)
 def test_errors_fall_as_the_order_of_the_integrator_says(metric):
     q, p = cloud()
@@ -119,7 +124,7 @@ def test_errors_fall_as_the_order_of_the_integrator_says(metric):
         assert 0.75 * 2**order < coarse / fine < 1.4 * 2**order
 
 
-@pytest.mark.parametrize("integrator", INTEGRATORS)
+@pytest.mark.parametrize("integrator", QUICK_INTEGRATORS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_a_translation_keeps_its_velocity(integrator, dtype):
     """Q keeps constants, so equal momenta translate a shape by themselves; with K the points would separate."""
@@ -132,7 +137,7 @@ def test_a_translation_keeps_its_velocity(integrator, dtype):
     assert (other.momenta - other.momenta[0]).abs().max() > 0.01
 
 
-@pytest.mark.parametrize(("metric", "integrator"), PARTS)
+@pytest.mark.parametrize(("metric", "integrator"), QUICK_PARTS)
 def test_momentum_is_kept_whatever_the_tolerance(metric, integrator):
     q, p = cloud()
     path = shoot(Hamiltonian(SIGMA, metric=metric, tol=1e-1), q, p, dt=0.25, integrator=integrator)
@@ -142,7 +147,7 @@ def test_momentum_is_kept_whatever_the_tolerance(metric, integrator):
         torch.testing.assert_close(angular, angular[:1].expand_as(angular))
 
 
-@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("metric", QUICK_METRICS)
 def test_geodesics_move_and_turn_with_their_shape(metric):
     q, p = cloud()
     turn = torch.linalg.qr(torch.randn(3, 3, dtype=torch.float64)).Q
@@ -152,7 +157,7 @@ def test_geodesics_move_and_turn_with_their_shape(metric):
     torch.testing.assert_close(other.momenta, path.momenta @ turn)
 
 
-@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("metric", QUICK_METRICS)
 def test_twice_the_momenta_is_twice_the_speed(metric):
     q, p = cloud()
     path = shoot(exact(metric), q, p, until=0.8, dt=0.1)
@@ -186,7 +191,8 @@ def test_a_step_too_long_for_midpoints_is_refused():
         shoot(Hamiltonian(SIGMA, metric="kernel"), q, 100 * p, until=10, dt=10, integrator="midpoint")
 
 
-@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.slow
+@pytest.mark.parametrize("metric", QUICK_METRICS)
 def test_matching_finds_the_way(metric):
     q, p = cloud()
     p = p if metric == "diffusion" else p / len(q)
@@ -202,6 +208,7 @@ def test_matching_finds_the_way(metric):
     assert not found.momenta.requires_grad
 
 
+@pytest.mark.slow
 def test_matching_by_midpoints():
     source = cloud(10, 2)[0].float()
     target = 1.2 * source
@@ -212,6 +219,7 @@ def test_matching_by_midpoints():
     assert found.errors[-1] < 0.2 * found.errors[0]
 
 
+@pytest.mark.slow
 def test_matching_depends_on_no_unit():
     q, p = cloud()
     results = []
@@ -289,6 +297,7 @@ def test_gradients_through_stencils_of_variances():
     torch.testing.assert_close(variances.grad, 8 * variances.detach())  # of (2 v)² per component
 
 
+@pytest.mark.slow
 def test_areas_stay_with_the_diffusion_and_blow_up_with_the_kernel():
     """Appendix I of the paper, on a bent ellipsoid."""
     vertices, faces = shapes.sphere_mesh(2)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import dense
+from cases import dense, slow
 from torch.autograd import gradcheck, gradgradcheck
 
 from qattn import GaussianKernel, attend
@@ -18,7 +18,7 @@ def leaves(batch=(2,), n=4, m=5, dims=2, channels=2):
     return [torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
 
 
-@pytest.mark.parametrize("backend", CPU)
+@pytest.mark.parametrize("backend", ["native", *map(slow, CPU[1:])])
 def test_gradients_of_out_and_lse(backend):
     def function(query, key, value, bias):
         return tuple(attend(query, key, value, bias=bias, backend=backend))
@@ -27,6 +27,7 @@ def test_gradients_of_out_and_lse(backend):
     assert gradgradcheck(function, leaves(batch=(), n=3, m=3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", CPU)
 def test_gradients_of_lse_alone(backend):
     def function(query, key, bias):
@@ -119,6 +120,7 @@ def test_a_backend_that_cannot_serve_the_backward_pass_leaves_it_to_auto(monkeyp
     torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["exact", "tiles"])
 @pytest.mark.parametrize("channels", [None, 3])
 def test_derivatives_by_the_bandwidth_alone(method, channels):

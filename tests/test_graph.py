@@ -116,6 +116,7 @@ def test_laws(eps):
     assert (Q >= 0).all()
 
 
+@pytest.mark.slow
 def test_gradients_by_the_weights_of_the_edges():
     index, weight = edges_of(random_graph(6, 0.5))
     half = index[0] < index[1]

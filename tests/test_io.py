@@ -17,6 +17,7 @@ import nrrd
 import numpy as np
 import pytest
 import trimesh
+from cases import slow
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -412,6 +413,7 @@ def test_a_bomb_is_refused_before_it_is_unpacked(tmp_path, name):
     assert traced(refused) < 48 * MIB
 
 
+@pytest.mark.slow
 def test_what_is_not_used_is_not_unpacked(tmp_path):
     large = member("{'descr': '<f8', 'fortran_order': False, 'shape': (8388608,)}", ZEROS)
     data = zipped(points=saved(np.save, X), other=large, text=saved(np.save, np.array(["a"])))
@@ -587,6 +589,7 @@ def test_attributes_of_some_parts_are_left_out_with_a_word(tmp_path):
         read(tmp_path, "scene.glb", exported(scene, "glb"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(WHOLE))
 @settings(max_examples=30, deadline=5000, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
@@ -686,7 +689,7 @@ def test_spacing_and_extent_of_a_lattice():
     assert io.Cloud(np.ones((3, 3))).spacing == 0
 
 
-@pytest.mark.parametrize("n", [40, 3000])  # by all distances, and by a tree
+@pytest.mark.parametrize("n", [40, slow(3000)])  # by all distances, and by a tree
 def test_spacing_is_the_mean_distance_to_the_nearest_point(n):
     x = np.random.default_rng(0).random((n, 3))
     distances = np.linalg.norm(x[:, None] - x, axis=-1)

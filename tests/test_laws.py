@@ -6,7 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from laws import KERNELS, log_of, operator
+from cases import slow
+from laws import KERNELS, QUICK, log_of, operator
 
 from qattn import MatrixKernel, Solver, diffusion
 
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("_one_thread")
 SINGLE, DOUBLE = torch.float32, torch.float64
 
 
-@pytest.fixture(params=KERNELS)
+@pytest.fixture(params=[name if name in QUICK else slow(name) for name in KERNELS])
 def case(request):
     """A kernel that has the law of the test: `test_extend` is the law "extend"."""
     found = KERNELS[request.param]
@@ -140,6 +141,7 @@ def test_first_gradients(case, mean):
         close(grad, right, 2e-3)
 
 
+@pytest.mark.slow
 def test_second_gradients(case):
     """Derivatives of ⟨gradient, direction⟩ by everything, in float64."""
     mass, signal, weight = masses(case), *torch.randn(2, case.size, 2, dtype=DOUBLE)
@@ -157,7 +159,7 @@ def test_second_gradients(case):
         close(grad, right, 1e-4)
 
 
-@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+@pytest.mark.parametrize("autocast", [False, slow(True)], ids=["plain", "autocast"])
 @pytest.mark.parametrize(("dtype", "tol"), [(torch.float16, 5e-3), (torch.bfloat16, 2e-2)], ids=str)
 def test_sixteen_bits(case, dtype, tol, autocast):
     """Signals of 16 bits, with and without gradients: results in their dtype, gradients as exact as it allows."""
@@ -182,7 +184,7 @@ def test_sixteen_bits(case, dtype, tol, autocast):
 
 
 def test_batches(case):
-    """Two clouds, two heads and a batch of signals that the kernel lacks, item by item."""
+    """Two clouds, two heads and a batch of signals that the kernel lacks, item by item, also as `q[index]`."""
     tensors = tensors_of(case, SINGLE)
     sigma = torch.tensor([1.0, 1.5]) * tensors["sigma"]
     both = {name: torch.stack([x, x.flip(0)]) for name, x in tensors.items() if name != "sigma"}
@@ -195,6 +197,8 @@ def test_batches(case):
         close(found[:, 0, head], (one @ signal[:, 0, 0]).double(), 1e-4)
         close(back[:, 0, head], (one.T @ signal[:, 0, 0]).double(), 1e-4)
         close(found[:, 1, head].flip(1), (one @ signal[:, 0, 0].flip(1)).double(), 1e-4)
+    for index in (1, (slice(None), 0), (slice(1, 2), -1)):
+        close(q[index] @ signal[0, 0, 0], found[0][index].double(), 1e-4)
 
 
 def test_arrays(case):

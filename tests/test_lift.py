@@ -119,6 +119,7 @@ def test_part_dtype_leaves_float16_when_its_range_ends():
     assert lifted.key.isfinite().all()
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=30)
 @given(st.floats(0.01, 1.0), st.integers(0, 2**31))
 def test_estimated_rounding_bounds_the_error_of_a_float32_lift(sigma, seed):

@@ -172,6 +172,7 @@ def test_functions_that_no_feature_tells_of(dtype):
     torch.testing.assert_close(C, torch.diag(torch.arange(10) < 3).to(dtype), rtol=0, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_gradients_of_a_fit():
     source, target = dense_spectrum(creature(12), 0.5, 3), dense_spectrum(creature(14, 1), 0.5, 4)
 

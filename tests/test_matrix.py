@@ -46,6 +46,7 @@ def test_pickling_a_named_function():
     assert kernel.attend(torch.zeros(40)).lse.isfinite().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", KERNELS.values(), ids=KERNELS)
 def test_gradients_go_through_products(make):
     mass, signal = torch.rand(40).double().requires_grad_(), torch.randn(40, 2).double().requires_grad_()

@@ -8,7 +8,7 @@ import types
 import numpy as np
 import pytest
 import torch
-from cases import ball, dense, sphere
+from cases import ball, dense, slow, sphere
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import DataLoader, Dataset
 
@@ -31,9 +31,9 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("decades", [0, 5])
-@pytest.mark.parametrize("sigma", [0.1, 0.5, 5.0])
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("decades", [slow(0), 5])
+@pytest.mark.parametrize("sigma", [0.1, slow(0.5), slow(5.0)])
+@pytest.mark.parametrize("name", ["surface", *map(slow, list(SHAPES)[1:])])
 @pytest.mark.parametrize("method", APPROXIMATE)
 def test_the_tolerance_is_kept_on_every_row(method, name, sigma, decades):
     """lse and out, in float32 at 1e-3 and in float64 at 1e-7, against dense float64."""
@@ -86,6 +86,7 @@ def test_errors_hide_nothing(monkeypatch):
         torch.testing.assert_close(float(kernel.error()), expected, equal_nan=True)
 
 
+@pytest.mark.slow
 def test_errors_of_a_ragged_batch_leave_out_the_padding():
     """A row that is padding in one cloud and a point in the other is measured in the other alone."""
     points = torch.stack([sphere(600).float(), torch.cat([sphere(500).float() + 20, torch.zeros(100, 3)])])
@@ -95,7 +96,7 @@ def test_errors_of_a_ragged_batch_leave_out_the_padding():
     assert (q.kernel_error(num_rows=600) <= 1e-3).all()
 
 
-@pytest.mark.parametrize("method", APPROXIMATE)
+@pytest.mark.parametrize("method", ["tiles", slow("fourier")])
 def test_gradients_agree_with_exact_ones(method):
     """By points, σ, masses and signal, through the normalisation, with a batch and heads."""
     generator = torch.Generator().manual_seed(0)
@@ -114,7 +115,7 @@ def test_gradients_agree_with_exact_ones(method):
         assert float((got - expected).abs().amax()) <= 1e-5 * float(expected.abs().amax())
 
 
-@pytest.mark.parametrize("method", APPROXIMATE)
+@pytest.mark.parametrize("method", ["tiles", slow("fourier")])
 def test_second_derivatives_and_other_points(method):
     points, targets = sphere(300), sphere(200)
 
@@ -129,6 +130,7 @@ def test_second_derivatives_and_other_points(method):
         assert float((got - expected).abs().amax()) <= 1e-6 * float(expected.abs().amax())
 
 
+@pytest.mark.slow
 def test_each_head_has_its_own_method():
     points = sphere(12_000).float()
     sigma = torch.tensor([0.02, 1.0, 0.03, 2.0])
@@ -150,7 +152,7 @@ def test_each_head_has_its_own_method():
     torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-3)
 
 
-@pytest.mark.parametrize("method", APPROXIMATE)
+@pytest.mark.parametrize("method", ["tiles", slow("fourier")])
 def test_signals_with_axes_that_the_cloud_lacks(method):
     points = torch.stack([sphere(400), sphere(400)]).float()
     signal = torch.randn(3, 2, 400, 2)
@@ -165,7 +167,7 @@ def test_signals_with_axes_that_the_cloud_lacks(method):
         GaussianKernel(points, 0.3, method=method).attend(torch.zeros(3, 2, 400))
 
 
-@pytest.mark.parametrize("method", APPROXIMATE)
+@pytest.mark.parametrize("method", ["tiles", slow("fourier")])
 def test_points_without_mass(method):
     """Padding, also far from the cloud, changes nothing and stays finite."""
     points = sphere(800).float()
@@ -267,6 +269,7 @@ def test_fourier_says_when_it_does_not_reach_the_tolerance():
         diffusion(points, 1.0, mass, method="fourier")
 
 
+@pytest.mark.slow
 def test_auto_turns_to_another_method_then_and_says_so():
     points, mass = faint_cloud(15_000)
     kernel = GaussianKernel(points, [1.0, 0.02])
@@ -277,6 +280,7 @@ def test_auto_turns_to_another_method_then_and_says_so():
     assert (q.kernel_error() <= 1e-3).all()
 
 
+@pytest.mark.slow
 def test_auto_does_so_in_a_backward_pass_too(monkeypatch):
     """With targets apart from the points, so that the engine of the backward pass is another one."""
     points, targets = sphere(20_000), sphere(15_000)
@@ -296,6 +300,7 @@ def test_auto_does_so_in_a_backward_pass_too(monkeypatch):
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("few", [300, 3])
 def test_fourier_adds_digits_where_rows_sum_to_little(few):
     """Rows over seven decades, some or so few that a sample misses them: the tolerance is met all the same."""
@@ -332,6 +337,7 @@ def test_channels_of_very_different_sizes():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["auto", "exact", *APPROXIMATE])
 def test_tolerances_beyond_what_the_dtype_holds_or_anyone_wants(method):
     points = sphere(5000).float()
@@ -341,6 +347,7 @@ def test_tolerances_beyond_what_the_dtype_holds_or_anyone_wants(method):
             torch.testing.assert_close(lse.double(), dense(points / 0.3, points / 0.3)[1], rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", APPROXIMATE)
 def test_a_tight_tolerance_of_the_operator_is_one_of_its_kernel(method):
     q = diffusion(sphere(3000), 0.2, method=method, tol=1e-7)
@@ -349,6 +356,7 @@ def test_a_tight_tolerance_of_the_operator_is_one_of_its_kernel(method):
     assert float(q.kernel_error()) <= 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["exact", *APPROXIMATE])
 def test_the_thread_count_changes_nothing_beyond_rounding(method):
     points, value = sphere(5000).float(), torch.randn(5000, 2)
@@ -388,6 +396,7 @@ class Smoothed(Dataset):
         return diffusion(points, 0.2, method=APPROXIMATE[index % 2]).potential
 
 
+@pytest.mark.slow
 def test_workers_of_a_data_loader():
     """Forked from a process that has used the threads of both methods."""
     expected = torch.stack([Smoothed()[index] for index in range(4)])
@@ -409,6 +418,7 @@ def test_orders_and_tiles_are_made_once(monkeypatch):
 # --- tiles by FlexAttention, tested where a C++ compiler is; on CUDA the same lists
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("channels", [None, 3])
 def test_tiles_by_compiled_flex(channels):
     points = torch.stack([sphere(500), 2 * sphere(500)]).float()
@@ -422,6 +432,7 @@ def test_tiles_by_compiled_flex(channels):
         torch.testing.assert_close(out.double(), expected_out, rtol=0, atol=3e-3)
 
 
+@pytest.mark.slow
 def test_flex_attends_to_the_listed_blocks_and_no_others():
     """A tolerance as loose as this shows in the sums."""
     points = sphere(1000).float()

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from cases import ball, sphere
+from cases import ball, slow, sphere
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.spatial.transform import Rotation
@@ -77,7 +77,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("sigma", [0.05, 1.0])
+@pytest.mark.parametrize("sigma", [0.05, slow(1.0)])
 @pytest.mark.parametrize(("d", "kind", "form"), CASES)
 def test_attend_is_the_matrix(d, kind, form, sigma):
     means, spread = torch.randn(90, d).double(), covariances(kind, 90, d)
@@ -107,6 +107,7 @@ def test_batches_and_heads():
     assert (q @ torch.ones(70, 1).double()).shape == (2, 2, 70, 1)
 
 
+@pytest.mark.slow
 def test_the_score_by_compiled_flex():
     means, spread = ball(150).float(), covariances("full", 150, 3).float()
     bias, value = torch.randn(150), torch.randn(150, 2)
@@ -147,7 +148,7 @@ def splats(n, seed=0):
     return means, scales, torch.randn(n, 4, generator=generator), torch.randn(n, generator=generator)
 
 
-@pytest.mark.parametrize("normalization", ["sinkhorn", "row", "symmetric", "none"])
+@pytest.mark.parametrize("normalization", ["sinkhorn", *map(slow, ("row", "symmetric", "none"))])
 def test_laws(normalization):
     kernel = MixtureKernel.from_splats(*splats(400), sigma=0.1)
     q = diffusion(kernel, normalization=normalization, tol=1e-5)
@@ -225,6 +226,7 @@ def test_points_far_from_a_mixture():
     torch.testing.assert_close(q.extend(points) @ torch.ones(100).double(), torch.ones(15).double())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["exact", "tiles"])
 @pytest.mark.parametrize("kind", ["isotropic", "full"])
 def test_gradients(kind, method):
@@ -276,6 +278,7 @@ def test_compiled_gradients_are_those_of_torch(form):
         torch.testing.assert_close(compiled, expected, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_weights_have_gradients():
     means, spread, weights = ball(30), covariances("full", 30, 3), torch.rand(30).double().requires_grad_()
     signal = torch.randn(30).double()
@@ -286,6 +289,7 @@ def test_weights_have_gradients():
     assert torch.autograd.gradcheck(applied, (weights,), rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.slow
 @given(st.integers(0, 2**31), st.floats(-2, 2), st.floats(0.02, 2))
 @settings(max_examples=20, deadline=None)
 def test_invariances(seed, log_scale, sigma):
@@ -338,6 +342,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.slow
 def test_memory_grows_with_the_components():
     run = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True)
     assert float(run.stdout) < 100  # MB; the pairs would take 3,600

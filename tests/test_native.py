@@ -123,6 +123,7 @@ print(sum(hits.values()), sum(misses.values()))
 """
 
 
+@pytest.mark.slow
 def test_compiled_once_and_kept_on_disk():
     """A second process finds the loop compiled."""
     result(0)
@@ -151,6 +152,7 @@ def test_what_is_kept_is_what_was_compiled(tmp_path):
     assert len(list(tmp_path.iterdir())) == 3
 
 
+@pytest.mark.slow
 def test_works_where_nothing_can_be_kept():
     run = subprocess.run([sys.executable, "-c", SCRIPT, "nowhere"], capture_output=True, text=True, check=True)
     assert run.stdout.split() == ["0", "1"]
@@ -200,6 +202,7 @@ for call in (
 """
 
 
+@pytest.mark.slow
 def test_without_a_compiler_others_serve():
     """And what needs one says so."""
     environment = {**os.environ, "NUMBA_DISABLE_JIT": "1"}

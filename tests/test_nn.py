@@ -8,7 +8,7 @@ import types
 import numpy as np
 import pytest
 import torch
-from cases import sphere
+from cases import slow, sphere
 
 import qattn
 from qattn import diffusion
@@ -87,6 +87,7 @@ def test_the_setting_of_the_paper():
         torch.testing.assert_close(got[h], q @ q @ signal[h])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("normalization", ["sinkhorn", "row", "symmetric", "none"])
 def test_gradients_are_exact(normalization):
     layer = exact(QDiffusion(2, sigma_range=(0.3, 0.6), num_applications=2, normalization=normalization))
@@ -265,7 +266,7 @@ def test_every_parameter_gets_a_gradient(name):
         assert parameter.grad.abs().amax() > 0, label
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["diffnet", *(slow(name) for name in NAMES if name != "diffnet")])
 def test_layouts_agree(name):
     """Padded = packed = a dict = one by one."""
     module = exact(modules()[name])
@@ -305,7 +306,7 @@ class Data:
 
 
 @pytest.mark.parametrize("name", ["block", "of clouds"])
-@pytest.mark.parametrize("kind", [dict, Data, types.SimpleNamespace])
+@pytest.mark.parametrize("kind", [slow(dict), Data, slow(types.SimpleNamespace)])
 def test_names_of_pyg(name, kind):
     """`x`, `pos` and `batch`, or one cloud without: a copy comes back, with new features under the same name."""
     module = exact(modules()[name])
@@ -388,6 +389,7 @@ def test_pretrained(tmp_path):
     assert again.blocks[0].diffusion.tol == 1e-4
 
 
+@pytest.mark.slow
 def test_pretrained_needs_huggingface_hub():
     script = (
         "import sys; sys.modules['huggingface_hub'] = None\n"
@@ -408,6 +410,7 @@ def test_pretrained_needs_huggingface_hub():
 # How networks are run.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["content", "diffnet"])
 @pytest.mark.filterwarnings("ignore")  # torch speaks of its graph breaks
 def test_compiled(name):
@@ -471,6 +474,7 @@ def test_blocks_that_are_computed_again():
     torch.testing.assert_close(*gradients)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", NAMES)
 def test_exported_with_any_number_of_points(name, tmp_path):
@@ -486,6 +490,7 @@ def test_exported_with_any_number_of_points(name, tmp_path):
         torch.testing.assert_close(loaded(features, points, mass), module(features, points, mass), rtol=0, atol=5e-3)
 
 
+@pytest.mark.slow
 def test_training_from_random_bandwidths_stays_finite():
     """100 steps, from bandwidths far too small to far too large."""
     network = QDiffNet(3, 1, output="mean", **SMALL | {"sigma_range": (1e-3, 1e2)})
@@ -532,6 +537,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_distributed_data_parallel(tmp_path):
     """Two processes with a cloud each have the gradients of one with both."""
     (tmp_path / "parallel.py").write_text(PARALLEL)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import slow
 
 import qattn
 from qattn.attention.dispatch import BACKENDS
@@ -129,6 +130,7 @@ def run(script):
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.slow
 def test_import_brings_nothing_heavy():
     heavy = {
         "numba",
@@ -154,6 +156,7 @@ def test_import_brings_nothing_heavy():
     assert not heavy & set(loaded)
 
 
+@pytest.mark.slow
 def test_a_small_cloud_is_diffused_without_slow_imports(tmp_path):
     (tmp_path / "in.csv").write_text("x,y,z\n0,0,0\n1,0,0\n0,1,0\n1,1,0\n")
     out = tmp_path / "out.ply"
@@ -171,6 +174,7 @@ def test_a_small_cloud_is_diffused_without_slow_imports(tmp_path):
     assert not {"sympy", "scipy.spatial", "trimesh", "matplotlib"} & set(loaded.split())
 
 
+@pytest.mark.slow
 def test_works_without_any_optional_library():
     script = (
         "import sys\n"
@@ -196,6 +200,7 @@ def test_works_without_any_optional_library():
     ]
 
 
+@pytest.mark.slow
 def test_doctests():
     import doctest
 
@@ -211,6 +216,7 @@ def test_doctests():
     assert count > 10
 
 
+@pytest.mark.slow
 def test_python_blocks_of_the_readme_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = (ROOT.parent / "README.md").read_text()
@@ -220,7 +226,7 @@ def test_python_blocks_of_the_readme_run(tmp_path, monkeypatch):
         exec(compile(block, "README.md", "exec"), {})
 
 
-@pytest.mark.parametrize("command", [["qattn"], [sys.executable, "-m", "qattn"]], ids=["script", "module"])
+@pytest.mark.parametrize("command", [slow(["qattn"]), [sys.executable, "-m", "qattn"]], ids=["script", "module"])
 def test_the_command_answers(command):
     if command == ["qattn"]:
         command = [str(Path(sys.executable).with_name("qattn"))]

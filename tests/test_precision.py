@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import sphere
+from cases import slow, sphere
 from laws import distances, operator
 
 import qattn
@@ -10,7 +10,7 @@ from qattn import ExponentialKernel, GaussianKernel, MaternKernel, MixtureKernel
 from qattn.nn import QAttention, QDiffusion
 from qattn.tiles import gaussian as native
 
-METHODS = ["exact", "tiles", "fourier"]
+METHODS = ["exact", "tiles", slow("fourier")]
 
 
 def relative(found, expected):
@@ -65,7 +65,7 @@ def test_error_does_not_share_the_arithmetic_that_it_judges(monkeypatch):
     assert float(kernel.error()) == pytest.approx(1e-3, rel=0.01)
 
 
-@pytest.mark.parametrize("padding", [0.0, 1e2, 1e4])
+@pytest.mark.parametrize("padding", [0.0, slow(1e2), 1e4])
 @pytest.mark.parametrize("offset", [0.0, 1e3])
 @pytest.mark.parametrize("method", METHODS)
 def test_gradients_in_float32(method, offset, padding):
@@ -86,11 +86,11 @@ def test_gradients_in_float32(method, offset, padding):
         assert relative(grad, right) < 1e-3
 
 
-@pytest.mark.parametrize("mean", [0.0, 100.0])
-@pytest.mark.parametrize("sigma", [0.3, 0.04])
+@pytest.mark.parametrize("mean", [slow(0.0), 100.0])
+@pytest.mark.parametrize("sigma", [0.3, slow(0.04)])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float16, 5e-3), (torch.bfloat16, 2e-2)], ids=str)
-@pytest.mark.parametrize(("method", "backend"), [("exact", "native"), ("exact", "reference"), ("tiles", "native"),
-                                                 ("fourier", "auto")])  # fmt: skip
+@pytest.mark.parametrize(("method", "backend"), [("exact", "native"), slow("exact", "reference"), ("tiles", "native"),
+                                                 slow("fourier", "auto")])  # fmt: skip
 def test_gradients_of_16_bit_signals(method, backend, dtype, bound, sigma, mean):
     """Extents of fifty bandwidths: only signals are rounded, and never coordinates."""
     points, mass = sphere(250).float(), 0.5 + torch.rand(250)
@@ -136,6 +136,7 @@ def test_attention_under_autocast():
     assert relative(by_content, right_content) < 2e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ratio", [1e-5, 1e-8])
 def test_light_points_count_for_what_they_give(ratio):
     """Qᵀg by tiles, where g is at light points; and Σ Qᵀw = Σ w · Q1."""
@@ -150,6 +151,7 @@ def test_light_points_count_for_what_they_give(ratio):
     assert relative(q.T @ light, dense.T @ light.double()) < 3e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ratio", [1e-5, 1e-7])
 @pytest.mark.parametrize("kind", ["points", "mixture"])
 def test_gradients_of_light_points(kind, ratio):
@@ -174,6 +176,7 @@ def test_gradients_of_light_points(kind, ratio):
         assert relative(grad, right) < 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_values_over_many_decades(method):
     """A light point with a large value matters as a heavy one does."""
@@ -210,6 +213,7 @@ def test_masses_of_any_scale(total):
     assert float(q.marginal_error) < 1e-3
 
 
+@pytest.mark.slow
 def test_the_mean_of_a_signal_does_not_change_its_gradient():
     """By σ, in float32: +0.53 instead of −0.97 at a mean of ten, once."""
     points = torch.rand(1500, 3)

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from cases import ball, sphere
+from cases import ball, slow, sphere
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import gamma, kv
@@ -57,8 +57,8 @@ KERNELS = {
 EXACT = [name for name in KERNELS if name != "matern 0.3"]
 
 
-@pytest.mark.parametrize("tol", [1e-2, 1e-4, 1e-7])
-@pytest.mark.parametrize("sigma", [0.02, 0.3, 5.0])
+@pytest.mark.parametrize("tol", [slow(1e-2), 1e-4, slow(1e-7)])
+@pytest.mark.parametrize("sigma", [slow(0.02), 0.3, slow(5.0)])
 @pytest.mark.parametrize("name", KERNELS)
 def test_gaussians_are_the_kernel_to_the_tolerance(name, sigma, tol):
     """In every entry of the matrix, and so whatever the weights."""
@@ -99,6 +99,7 @@ def test_exact_is_the_kernel(name):
     torch.testing.assert_close(by_gaussians.lse, lse, rtol=0, atol=1e-8)
 
 
+@pytest.mark.slow
 @given(
     st.one_of(
         st.floats(0.2, 100).map(Matern),
@@ -136,7 +137,7 @@ def test_the_limit_is_gaussian(kind, parameter):
     assert 1.9 < gaps[0] / gaps[1] < 2.1  # of first order
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", ["exponential", *map(slow, list(KERNELS)[1:])])
 def test_laws(name):
     """Positive definite by construction: the spectrum of Q is in [0, 1]."""
     kind, parameters, _ = KERNELS[name]
@@ -153,6 +154,7 @@ def test_laws(name):
     assert values[-1] < 1 + 1e-8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["exact", "gaussians"])
 @pytest.mark.parametrize("kind", [ExponentialKernel, lambda x, s, **k: RationalQuadraticKernel(x, s, 1.5, **k)])
 def test_gradients(kind, method):
@@ -170,6 +172,7 @@ def test_gradients(kind, method):
     assert torch.autograd.gradcheck(potential, (points, sigma), rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_score_by_compiled_flex():
     points, bias, value = ball(150).float(), torch.randn(150), torch.randn(150, 2)
     flex, reference = (
@@ -198,6 +201,7 @@ def test_other_points():
     torch.testing.assert_close(q.extend(others) @ torch.ones(50).double(), torch.ones(20).double())
 
 
+@pytest.mark.slow
 def test_many_points_go_by_gaussians_of_many_methods():
     points = sphere(5000).float()
     kernel = ExponentialKernel(points, 0.3)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from cases import ball, dense
+from cases import ball, dense, slow
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qattn.attention.dispatch import BACKENDS
@@ -11,7 +11,7 @@ from qattn.attention.dot_product import DotProductBackend
 from qattn.attention.inputs import Inputs
 from qattn.lift import Extent, extent, lift, split_lift
 
-SIGMAS = [0.2, 0.1, 0.05, 0.02]
+SIGMAS = [slow(0.2), 0.1, slow(0.05), slow(0.02)]
 ROWS = 256  # whose sums are emulated
 
 
@@ -71,7 +71,7 @@ def test_float32_on_tensor_cores_is_three_products_of_tf32(monkeypatch, name, si
     check(lse_error(scores, lifted, points), points, unit(monkeypatch, name))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, slow(torch.bfloat16)], ids=str)
 @pytest.mark.parametrize("sigma", SIGMAS)
 @pytest.mark.parametrize("name", ["flash_attn", "sdpa", "xformers"])
 def test_split_lifts_on_tensor_cores(monkeypatch, name, sigma, dtype):

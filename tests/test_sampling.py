@@ -5,6 +5,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from cases import slow
 
 from qattn import mass, shapes
 from qattn.sampling import in_volume, on_surface, voxelize_solid, voxelize_surface
@@ -61,6 +62,7 @@ def test_faces_are_drawn_by_area():
     assert chi_square < degrees + 4 * (2 * degrees) ** 0.5
 
 
+@pytest.mark.slow
 def test_points_of_a_ball():
     points = in_volume(BALL, 20_000)
     assert points.shape == (20_000, 3)
@@ -81,6 +83,7 @@ def test_points_of_a_box():
         assert ((count - 1000) ** 2 / 1000).sum() < 19 + 4 * 38**0.5
 
 
+@pytest.mark.slow
 def test_points_of_a_torus():
     points = in_volume(TORUS, 5000)
     assert torus_distance(points).max() < 0.7 * (1 - np.cos(np.pi / 96))  # chords of the inner ring reach into the hole
@@ -109,15 +112,15 @@ def test_hollows_are_outside():
     assert voxelize_solid(BALL, 0.05).mask[center]
 
 
-@pytest.mark.parametrize("scale", [1e-6, 1e6])
+@pytest.mark.parametrize("scale", [1e-6, slow(1e6)])
 def test_scale_does_not_matter(scale):
     small, large = in_volume(BALL, 1000), in_volume((scale * BALL[0] + scale, FACES), 1000)
     torch.testing.assert_close(large / scale - 1, small, rtol=0, atol=1e-6)
     assert torch.equal(voxelize_solid((scale * BALL[0], FACES), 0.1 * scale).mask, voxelize_solid(BALL, 0.1).mask)
 
 
-@pytest.mark.parametrize("spacing", [0.5, 0.11, 0.04])
-@pytest.mark.parametrize("mesh", [BALL, BOX, TORUS], ids=["ball", "box", "torus"])
+@pytest.mark.parametrize("spacing", [slow(0.5), 0.11, slow(0.04)])
+@pytest.mark.parametrize("mesh", [BALL, BOX, slow(TORUS)], ids=["ball", "box", "torus"])
 def test_voxels_hold_the_samples(mesh, spacing):
     surface, solid = voxelize_surface(mesh, spacing), voxelize_solid(mesh, spacing)
     assert occupied(surface, on_surface(mesh, 100_000)[0]).all()
@@ -146,6 +149,7 @@ def test_voxels_are_those_that_meet():
             assert bool(mask[index]) == (least <= 0.5)
 
 
+@pytest.mark.slow
 def test_volume_and_area_of_voxels_converge():
     errors, counts = [], []
     for spacing in (0.1, 0.05, 0.025):
@@ -173,6 +177,7 @@ def test_grids_fit_one_another():
     assert torch.equal(a.mask, b.mask)
 
 
+@pytest.mark.slow
 def test_seeds():
     for draw in (lambda **seed: on_surface(BALL, 100, **seed)[0], lambda **seed: in_volume(BALL, 100, **seed)):
         torch.testing.assert_close(draw(), draw(seed=0), rtol=0, atol=0)
@@ -201,6 +206,7 @@ def test_seams_are_closed():
     torch.testing.assert_close(in_volume(soup, 100), in_volume(BALL, 100))
 
 
+@pytest.mark.slow
 def test_vertices_without_a_face_do_not_matter():
     stray = (torch.cat([BALL[0], torch.full((1, 3), 1e4, dtype=torch.float64)]), FACES)
     assert torch.equal(voxelize_solid(stray, 0.1).mask, voxelize_solid(BALL, 0.1).mask)

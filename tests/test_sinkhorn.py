@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from cases import ball, sphere
+from cases import ball, slow, sphere
 from torch.autograd import gradcheck, gradgradcheck
 
 from qattn import GaussianKernel, MatrixKernel, Solver, diffuse, diffusion, nn, sinkhorn
@@ -27,7 +27,7 @@ CLOUDS = {
 MASSES = {"equal": lambda n: torch.full((n,), 1 / n), "log-normal": lambda n: torch.exp(torch.randn(n))}
 
 
-@pytest.mark.parametrize("sigma", [0.02, 0.05, 0.2, 0.5])
+@pytest.mark.parametrize("sigma", [slow(0.02), slow(0.05), 0.2, slow(0.5)])
 @pytest.mark.parametrize("masses", MASSES)
 @pytest.mark.parametrize("cloud", CLOUDS)
 def test_passes_to_a_tolerance(cloud, masses, sigma):
@@ -196,6 +196,7 @@ def leaves(n=6, dims=2):
     return points, sigma, mass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adjoint", ["implicit", "unroll"])
 def test_gradients_of_the_potential(adjoint):
     def potential(points, sigma, mass):
@@ -205,6 +206,7 @@ def test_gradients_of_the_potential(adjoint):
     assert gradgradcheck(potential, leaves(4))
 
 
+@pytest.mark.slow
 def test_implicit_equals_a_long_unroll_up_to_the_third_derivative():
     inputs = leaves(12)
 
@@ -229,6 +231,7 @@ def test_implicit_equals_a_long_unroll_up_to_the_third_derivative():
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
 
 
+@pytest.mark.slow
 def test_gradients_of_kernels_that_are_made_of_kernels():
     points, sigma, mass = leaves()
     factor = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
@@ -243,6 +246,7 @@ def test_gradients_of_kernels_that_are_made_of_kernels():
     assert gradcheck(lambda s: sinkhorn(MatrixKernel(s + s.T), tol=1e-13).potential, similarity)
 
 
+@pytest.mark.slow
 def test_gradients_with_heads_batches_and_padding():
     points = torch.randn(2, 5, 2, dtype=torch.float64, requires_grad=True)
     sigma = torch.tensor([0.5, 1.0], dtype=torch.float64, requires_grad=True)
@@ -286,6 +290,7 @@ def test_detach_gives_the_potential_no_gradient():
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_the_derivative_by_the_masses():
     """Proposition 4.6: dλ/λ = −(I + Q)⁻¹ Q dm/m, at most half as large as dm/m."""
     points, mass = sphere(150), torch.rand(150, dtype=torch.float64) + 0.5

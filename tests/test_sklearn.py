@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from cases import slow
 from scipy.stats import ortho_group, spearmanr
 from sklearn.datasets import load_digits, make_blobs, make_swiss_roll
 from sklearn.utils.estimator_checks import parametrize_with_checks
@@ -10,6 +11,7 @@ import qattn
 from qattn.sklearn import SinkhornDiffusionMap
 
 
+@pytest.mark.slow
 @parametrize_with_checks([SinkhornDiffusionMap(), SinkhornDiffusionMap(t=0.5, density="estimated")])
 def test_protocol(estimator, check):
     check(estimator)
@@ -32,6 +34,7 @@ def unevenness(radii):
     return radii.std() / radii.mean()
 
 
+@pytest.mark.slow
 def test_modes_of_a_circle_are_a_circle():
     angles = np.linspace(0, 2 * np.pi, 300, endpoint=False)
     model = SinkhornDiffusionMap().fit(circle(angles))
@@ -49,12 +52,14 @@ def test_first_mode_of_a_strip_runs_along_it(rng):
     assert abs(spearmanr(psi[:, 0], X[:, 0]).statistic) > 0.995
 
 
+@pytest.mark.slow
 def test_first_mode_of_a_swiss_roll_unrolls_it():
     X, along = make_swiss_roll(1500, random_state=0)
     psi = SinkhornDiffusionMap(n_components=1).fit_transform(X)
     assert abs(spearmanr(psi[:, 0], along).statistic) > 0.999
 
 
+@pytest.mark.slow
 def test_new_samples_are_where_they_would_have_been(rng):
     X = strip(rng, 1500)
     model = SinkhornDiffusionMap().fit(X[300:])
@@ -88,7 +93,7 @@ def test_estimated_masses_take_out_the_density(rng):
 
 
 @pytest.mark.parametrize("size", [300, 900])  # by LAPACK, and by passes of the kernel
-@pytest.mark.parametrize("parts", [2, 3])
+@pytest.mark.parametrize("parts", [2, slow(3)])
 def test_parts_that_do_not_see_one_another_are_told_apart(size, parts):
     X, part = make_blobs(size, centers=1000 * np.eye(parts), random_state=0)
     psi = SinkhornDiffusionMap(n_components=parts - 1).fit_transform(X)
@@ -98,6 +103,7 @@ def test_parts_that_do_not_see_one_another_are_told_apart(size, parts):
     assert psi.mean(0) == pytest.approx(0, abs=1e-10)  # orthogonal to constants
 
 
+@pytest.mark.slow
 def test_time_scales_the_modes(rng):
     X = strip(rng, 200)
     first, later = (SinkhornDiffusionMap(t=t, sigma=0.5).fit(X) for t in (0, 2.5))
@@ -105,6 +111,7 @@ def test_time_scales_the_modes(rng):
     assert (first.embedding_**2).mean(0) == pytest.approx(1, rel=1e-5)  # orthonormal for the masses
 
 
+@pytest.mark.slow
 def test_many_features():
     X = load_digits().data[:400]
     model = SinkhornDiffusionMap(n_components=5).fit(X)

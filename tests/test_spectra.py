@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from cases import ball, sphere
+from cases import ball, slow, sphere
 from scipy.special import ive
 
 from qattn import (
@@ -71,7 +71,7 @@ def _grid_graph(n):
     return torch.cat([pairs, pairs.flip(0)], dim=1)
 
 
-@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("name", ["gaussian", *map(slow, list(OPERATORS)[1:])])
 def test_eigenpairs_of_every_operator(name):
     q = OPERATORS[name]()
     spectrum = eigsh(q, 12, tol=1e-3)
@@ -79,6 +79,7 @@ def test_eigenpairs_of_every_operator(name):
     torch.testing.assert_close(spectrum.values.double(), dense(q, 12), rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("normalization", ["symmetric", "none"])
 def test_operators_that_do_not_keep_constants_are_solved_as_exactly(normalization):
     """Their |Q1 − 1| is no error of the solver, and must not loosen its tolerance."""
@@ -107,7 +108,7 @@ def closed_form(k, sigma, radius=0.5):
     return torch.tensor(values[:k])
 
 
-@pytest.mark.parametrize("n", [3000, 20_000])
+@pytest.mark.parametrize("n", [3000, slow(20_000)])
 def test_the_sphere(n):
     """λ_l = I_{l+½}(R²/σ²) / I_½(R²/σ²), 2l + 1 times; the larger cloud starts from a coarse level."""
     sigma = 0.05
@@ -122,6 +123,7 @@ def test_the_sphere(n):
         assert lower.amax() < upper.amin()  # gaps between the multiplets
 
 
+@pytest.mark.slow
 def test_small_bandwidths_of_large_clouds():
     """Eigenvalues crowd below 1, and coarse levels need a wider kernel."""
     sigma = 0.02
@@ -149,6 +151,7 @@ def passes(monkeypatch):
     return shapes_of_passes
 
 
+@pytest.mark.slow
 def test_coarser_levels_leave_little_to_do(passes):
     """Their eigenvectors lack only detail, which short filters recover: few passes use all points."""
     q = diffusion(shapes.creature(40_000)[0], 0.03, tol=1e-6)
@@ -170,6 +173,7 @@ def test_coarser_levels_know_the_masses():
     torch.testing.assert_close((masses[:, None] * centers).sum(0), (mass[:, None] * points).sum(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sigma", "k"), [(0.2, 40), (0.3, 40), (0.5, 9), (1.0, 4)])
 def test_wide_kernels(sigma, k):
     """Eigenvalues decay to rounding: a filter must not bury the last eigenvector under the first."""
@@ -181,6 +185,7 @@ def test_wide_kernels(sigma, k):
     assert float(spectrum.residuals.amax()) <= 1e-2 * float(exact[-1].clamp(max=1 - exact[-1]))
 
 
+@pytest.mark.slow
 def test_deterministic_and_from_a_start(passes):
     q = diffusion(sphere(5000).float(), 0.15, tol=1e-6)
     first, second = eigsh(q, 16), eigsh(q, 16)
@@ -225,6 +230,7 @@ def test_powers():
         spectrum.power(-1, signal)
 
 
+@pytest.mark.slow
 def test_minus_log():
     """On the sphere, linear functions have the eigenvalue 2."""
     points = sphere(3000)
@@ -335,6 +341,7 @@ def symmetric_values(Q, mass):
     return torch.linalg.eigvalsh((S + S.T) / 2).flip(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("normalization", ["sinkhorn", "row"])
 def test_the_constant_mode_is_known(normalization, dtype):
@@ -367,6 +374,7 @@ def test_constants_of_several_parts():
         assert float(part.std(0).amax()) < 1e-3
 
 
+@pytest.mark.slow
 def test_few_points_with_mass_among_many():
     points, mass = sphere(5000), torch.zeros(5000).double()
     present = torch.tensor([3, 80, 900, 1500, 2222, 3456, 4999])
@@ -384,6 +392,7 @@ def test_few_points_with_mass_among_many():
             eigsh(diffusion(sphere(count), 0.5, (torch.arange(count) < 19).double()), 20)
 
 
+@pytest.mark.slow
 def test_indefinite_similarities():
     """Two halves more similar to one another than to themselves: an eigenvalue −λ per λ, below the damped interval."""
     points = sphere(500)
@@ -398,7 +407,7 @@ def test_indefinite_similarities():
     check(q, spectrum, 4, 1e-2)
 
 
-@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e4])
+@pytest.mark.parametrize("scale", [1e-6, slow(1.0), slow(1e4)])
 def test_operators_of_any_size(scale):
     """With "none", the largest eigenvalue can have any size."""
     points = sphere(900)

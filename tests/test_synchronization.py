@@ -4,6 +4,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
+from cases import slow
 from fake_cuda import Recorder, Synchronizations, fake_cuda
 
 import qattn
@@ -25,7 +26,7 @@ def passes_and_waits(channels, max_iter, **options):
         return len(calls.calls), waits.count
 
 
-@pytest.mark.parametrize("channels", [0, 8])
+@pytest.mark.parametrize("channels", [slow(0), 8])
 def test_a_sinkhorn_pass_waits_once(channels):
     """More passes add one wait each; what is known of the points is not asked again."""
     few, many = passes_and_waits(channels, 3), passes_and_waits(channels, 11)

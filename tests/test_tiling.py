@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from cases import ball, dense, sphere
+from cases import ball, dense, slow, sphere
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -117,6 +117,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decades", [0, 6])
 @pytest.mark.parametrize("tol", [1e-3, 1e-6])
 @pytest.mark.parametrize("name", SHAPES)
@@ -142,8 +143,8 @@ def test_other_points_and_far_ones(offset):
     torch.testing.assert_close(out[0], expected_out, rtol=0, atol=3e-3)
 
 
-@pytest.mark.parametrize("channels", [1, 3, 20])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("channels", [slow(1), 3, slow(20)])
+@pytest.mark.parametrize("dtype", [torch.float32, slow(torch.float64)], ids=str)
 def test_values(dtype, channels):
     points = (sphere(2000) / 0.1).to(dtype)
     value = torch.randn(2000, channels, dtype=dtype)

@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from cases import slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
@@ -70,7 +71,7 @@ def check(kernel, matrix, tolerance=1e-11, spread=1.0):
         torch.testing.assert_close(kernel.attend(bias.to(kernel.dtype)).lse, lse, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("sigma", [0.1, 0.6, 2.0, 7.0, 1000.0])
+@pytest.mark.parametrize("sigma", [slow(0.1), 0.6, slow(2.0), slow(7.0), 1000.0])
 @pytest.mark.parametrize("name", MASKS)
 def test_voxels_are_their_matrix(name, sigma):
     """From a reach of no voxel to that of the whole grid."""
@@ -78,7 +79,7 @@ def test_voxels_are_their_matrix(name, sigma):
     check(kernel, dense(kernel))
 
 
-@pytest.mark.parametrize("sigma", [0.1, 0.6, 2.0, 7.0, 1000.0])
+@pytest.mark.parametrize("sigma", [slow(0.1), slow(0.6), 2.0, slow(7.0), slow(1000.0)])
 @pytest.mark.parametrize("name", MASKS)
 def test_single_precision_is_within_the_tolerance(name, sigma):
     kernel = VoxelKernel(MASKS[name], sigma)
@@ -111,7 +112,7 @@ def test_anisotropic_voxels(name):
     )
 
 
-@pytest.mark.parametrize("size", [8, 16, 32, 64])
+@pytest.mark.parametrize("size", [8, 16, slow(32), slow(64)])
 def test_every_size_of_blocks(size, monkeypatch):
     monkeypatch.setattr(blocks, "_SIZES", (size,))
     for name in ("line", "plane", "islands"):
@@ -129,6 +130,7 @@ def test_groups_of_columns_and_chunks_of_blocks(monkeypatch):
     assert kernel.attend(torch.zeros(kernel.shape[0]), torch.zeros(kernel.shape[0], 0)).out.shape[-1] == 0
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     shape=st.lists(st.integers(1, 24), min_size=1, max_size=3),
@@ -223,7 +225,7 @@ def test_signals_on_the_grid():
     assert not whole[~mask.numpy()].any()
 
 
-@pytest.mark.parametrize("name", ["line", "plane", "box", "islands"])
+@pytest.mark.parametrize("name", ["line", "plane", slow("box"), slow("islands")])
 def test_laws(name):
     weights = MASKS[name] * (torch.rand(MASKS[name].shape, dtype=torch.float64) + 0.1)
     kernel = VoxelKernel(weights, 2.0, tol=EXACT)
@@ -336,6 +338,7 @@ def test_signals_with_a_batch_axis():
     torch.testing.assert_close(q @ signal, torch.stack([q @ s for s in signal]), rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_gradients():
     mask = random_mask(3, 9, 2, density=0.12).double()
     N = int(mask.sum())
@@ -350,6 +353,7 @@ def test_gradients():
     assert gradgradcheck(function, inputs)
 
 
+@pytest.mark.slow
 def test_gradients_through_the_normalisation():
     weights = random_mask(5, 12, density=0.12).double() * (torch.rand(5, 12, dtype=torch.float64) + 0.5)
     sigma = torch.tensor(1.3, dtype=torch.float64, requires_grad=True)
@@ -407,6 +411,7 @@ print(peak() - before, len(kernel._blocks))
 """
 
 
+@pytest.mark.slow
 def test_few_voxels_in_a_large_box_never_make_the_box():
     """3,000 voxels of a box of 1024³, which would take a gigabyte even as a mask."""
     run = subprocess.run([sys.executable, "-c", FEW_IN_A_LARGE_BOX], capture_output=True, text=True, check=True)
@@ -514,6 +519,7 @@ def test_shells_go_by_points_and_solids_by_blocks():
     assert float(shell.error()) < 1e-3
 
 
+@pytest.mark.slow
 def test_sigma_has_gradients_by_points():
     sigma = torch.tensor(1.5).double().requires_grad_()
 

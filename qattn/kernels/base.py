@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from qattn import _checks
-from qattn._broadcasting import broadcast_shapes
+from qattn._broadcasting import Index, broadcast_shapes, own_index
 from qattn._types import ArrayLike
 from qattn.attended import Attended, merge
 from qattn.ranks import ALONE, Ranks
@@ -28,7 +28,7 @@ K = TypeVar("K", bound="Kernel")
 class Kernel(ABC):
     """A symmetric kernel between sites, or between new sites and old ones.
 
-    A new kernel implements `shape`, `tensors`, `replace`, `attend` and `exact_lse`.
+    A new kernel implements `shape`, `tensors`, `replace`, `attend` and `exact_lse`, and `indexed` if it has batch axes.
     """
 
     @property
@@ -61,6 +61,14 @@ class Kernel(ABC):
     @abstractmethod
     def exact_lse(self, rows: Tensor, bias: Tensor) -> Tensor:
         """Compute lse (*batch, n) of the rows (n,) from all pairs: on the CPU, in float64, without gradients."""
+
+    def indexed(self, index: Index) -> "Kernel":
+        """Return the kernel of some items of the batch, K[index], for one integer ≥ 0 or slice per batch axis."""
+        if index:
+            raise ValueError(
+                f"Items of {self!r} cannot be taken, as it does not implement `indexed`. Make a kernel of each item."
+            )
+        return self
 
     @property
     def mass(self) -> Tensor | None:
@@ -211,6 +219,9 @@ class SumKernel(PointKernel):
             rest = rest[count:]
         return SumKernel(*kernels)
 
+    def indexed(self, index: Index) -> "SumKernel":
+        return SumKernel(*(kernel.indexed(own_index(index, kernel.shape[:-2])) for kernel in self._kernels))
+
     @property
     def mass(self) -> Tensor | None:
         """Masses of the kernels that have any, which should be equal."""
@@ -284,6 +295,10 @@ class ScaledKernel(PointKernel):
 
     def replace(self, *tensors: Tensor) -> "ScaledKernel":
         return self._with(_kernel=self._kernel.replace(*tensors[:-1]), _factor=tensors[-1])
+
+    def indexed(self, index: Index) -> "ScaledKernel":
+        kernel = self._kernel.indexed(own_index(index, self._kernel.shape[:-2]))
+        return self._with(_kernel=kernel, _factor=self._factor[own_index(index, self._factor.shape)])
 
     @property
     def mass(self) -> Tensor | None:

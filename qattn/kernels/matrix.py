@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from qattn import _checks
+from qattn._broadcasting import Index
 from qattn._types import ArrayLike
 from qattn.attended import Attended
 from qattn.kernels.base import Kernel
@@ -63,6 +64,9 @@ class MatrixKernel(Kernel):
 
     def replace(self, *tensors: Tensor) -> "MatrixKernel":
         return self._with(_entries=self._entries.replace(*tensors))
+
+    def indexed(self, index: Index) -> "MatrixKernel":
+        return self._with(_entries=_Dense(self._entries.tensor[index])) if index else self  # others have no batch
 
     def attend(self, bias: Tensor, value: Tensor | None = None, *, all_rows: bool = True) -> Attended:
         return self._entries.attend(bias, value)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from qattn import _checks
-from qattn._broadcasting import broadcast_shapes
+from qattn._broadcasting import Index, broadcast_shapes, own_index
 from qattn._types import ArrayLike
 from qattn.attended import Attended
 from qattn.attention.api import BackendName
@@ -192,6 +192,19 @@ class MixtureKernel(PointKernel):
         means, covariances, sigma, weights = tensors[:4]
         targets = None if self._targets is None else tensors[4]
         return self._with(_means=means, _covariances=covariances, _sigma=sigma, _weights=weights, _targets=targets)
+
+    def indexed(self, index: Index) -> "MixtureKernel":
+        of_means, of_sigma = (index[:-1], index[-1:]) if self._sigma.ndim else (index, ())
+        own = own_index(of_means, self._means.shape[:-2])
+        weights = self._weights[own_index(of_means, self._weights.shape[:-1])]
+        targets = None
+        if self._targets is not None:
+            targets = self._targets[own_index(of_means, self._targets.shape[:-2])]
+        means, covariances, sigma = self._means[own], self._covariances[own], self._sigma[of_sigma]
+        kernel = self._with(_means=means, _covariances=covariances, _sigma=sigma, _weights=weights, _targets=targets)
+        for name in ("_engine", "_is_stiff", "_lacking"):
+            kernel.__dict__.pop(name, None)
+        return kernel
 
     def at(self, points: ArrayLike) -> "MixtureKernel":
         """Return the kernel between points, which are components of covariance 0, and its own components."""

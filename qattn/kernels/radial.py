@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from qattn import _checks
+from qattn._broadcasting import Index
 from qattn._types import ArrayLike
 from qattn.attended import Attended, merge
 from qattn.attention.api import BackendName
@@ -116,6 +117,9 @@ class _RadialKernel(PointKernel):
         if (kernel.device, kernel.points.dtype) == (self.device, self.points.dtype) and "_terms" in vars(self):
             kernel._terms = self._terms
         return kernel
+
+    def indexed(self, index: Index) -> "_RadialKernel":
+        return self._of(self._base.indexed(index))
 
     def at(self, points: ArrayLike) -> "_RadialKernel":
         return self._of(self._base.at(points))

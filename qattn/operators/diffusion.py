@@ -11,9 +11,11 @@ One call of `attend` applies it: Q v = exp(l + lse) · out with the bias r + log
 """
 
 import math
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from types import EllipsisType
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -21,7 +23,7 @@ import torch
 from torch import Tensor
 
 from qattn import _checks
-from qattn._broadcasting import broadcast_shapes
+from qattn._broadcasting import Index, broadcast_shapes, own_index
 from qattn._eager import eager
 from qattn._progress import Progress
 from qattn._types import ArrayLike, like_input
@@ -195,6 +197,33 @@ class Diffusion(_Operator):
         """Measure the largest error of Q1 that the method of the kernel causes, on random rows; shape (*batch,)."""
         return self._given(self.kernel.error(self.bias, num_rows=num_rows, seed=seed))
 
+    @eager
+    def __getitem__(self, index: int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]) -> "Diffusion":
+        """Take heads or items of the batch: q[index] is Q[index], without a new solve.
+
+        Args:
+            index: Integers and slices for the axes *batch of Q, (*batch, N, N), of which the last is that of heads, if
+                there are any; `...` for those in between. Rows and columns cannot be indexed.
+
+        Returns:
+            An operator whose kernel may use another method than Q, within its tolerance.
+
+        Examples:
+            >>> q = diffusion(torch.randn(4, 100, 3), sigma=[0.2, 0.5])
+            >>> q[0].shape, q[..., 0].shape, q[1:3, -1].shape
+            (torch.Size([2, 100, 100]), torch.Size([4, 100, 100]), torch.Size([2, 100, 100]))
+        """
+        self.kernel.ranks.agree("q[index]", self.device, {"`index`": index})
+        own = _checked_index(index, self.shape)
+        return replace(
+            self,
+            _kernel=self.kernel.indexed(own),
+            _mass=self._mass[own_index(own, self._mass.shape[:-1])],
+            _left=self._left[own],
+            _right=self._right[own],
+            _result=self._result.indexed(own),
+        )
+
     @property
     def T(self) -> "_Transpose":  # noqa: N802 (as NumPy calls it)
         """The transpose Qᵀ = diag(m e^r) K diag(e^l); for "sinkhorn", Qᵀg = m Q(g / m)."""
@@ -301,7 +330,8 @@ class Diffusion(_Operator):
         """Return a SciPy `LinearOperator`: Q or, if `symmetric`, √w Q /√w with w = m e^{r−l} and the same spectrum."""
         if len(self.shape) > 2:
             raise ValueError(
-                f"`to_scipy` needs one cloud with one bandwidth; this operator has shape {tuple(self.shape)}."
+                f"`to_scipy` needs one cloud with one bandwidth; this operator has shape {tuple(self.shape)}. "
+                "Take one item first, as in `q[0].to_scipy()`."
             )
         self.kernel.ranks.check_alone("to_scipy")
         from qattn._scipy import DiffusionOperator  # here, because SciPy is slow to import
@@ -529,3 +559,48 @@ def _in_one_step(
     error = kernel.ranks.total(shares(mass, kernel.ranks).detach() * (sums.detach() - 1).abs())
     count = torch.full(kernel.shape[:-2], int(normalization != "none"), device=kernel.device)
     return left, right, SinkhornResult(left, error, count, torch.ones_like(count, dtype=torch.bool)), out
+
+
+def _checked_index(index: Any, shape: torch.Size) -> Index:
+    """Convert an index of the batch axes of a shape (*batch, N, N) to one integer ≥ 0 or slice per axis."""
+    *batch, _, _ = shape
+    entries = list(index) if isinstance(index, tuple) else [index]
+    places = [place for place, entry in enumerate(entries) if entry is ...]
+    missing = len(batch) + len(places) - len(entries)
+    if not batch:
+        raise ValueError(
+            f"`q[index]` takes heads or items of a batch; this operator has shape {tuple(shape)}, and so neither. "
+            "Take rows and columns of `q.to_dense()`."
+        )
+    if missing < 0 or len(places) > 1:
+        raise ValueError(
+            f"`index` should have at most {len(batch)} integers or slices, for the axes {tuple(batch)} of heads and "
+            f"batch items, and one `...`; got {index}. Take rows and columns of `q.to_dense()`."
+        )
+    place = places[0] if places else len(entries)
+    entries[place : place + 1] = [slice(None)] * missing
+    return tuple(_checked_entry(entry, size) for entry, size in zip(entries, batch, strict=True))
+
+
+def _checked_entry(entry: Any, size: int) -> int | slice:
+    """Check the index of one axis; integers are counted from its beginning."""
+    if isinstance(entry, slice):
+        start, stop, step = entry.indices(size)
+        if step < 0 or start >= stop:
+            raise ValueError(
+                f"`index` should take at least one of {size} items, in their order; got {entry}. "
+                "Take items one by one for another order."
+            )
+        return entry
+    try:
+        number = None if isinstance(entry, bool) else operator.index(entry)
+    except TypeError:
+        number = None
+    if number is None:
+        raise ValueError(
+            f"`index` should be integers, slices and `...`; got {type(entry).__name__}. "
+            "Take items one by one, as in `[q[i] for i in (0, 2)]`."
+        )
+    if not -size <= number < size:
+        raise IndexError(f"`index` should be from {-size} to {size - 1}; got {number}.")
+    return number % size

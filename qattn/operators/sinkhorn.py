@@ -6,6 +6,7 @@ of the paper, halves the error in each step, and Chebyshev's iteration on [1, 2]
 first step with θ = ½ gets close enough for this linear theory.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from qattn import _checks
+from qattn._broadcasting import Index
 from qattn._eager import eager
 from qattn._progress import Progress
 from qattn._types import ArrayLike
@@ -68,10 +70,16 @@ class SinkhornResult:
 
     def to(self, device: torch.device) -> "SinkhornResult":
         """Return the result on another device."""
-        potential, error, count, converged = (
-            x.to(device) for x in (self.potential, self.marginal_error, self.num_iter, self.converged)
-        )
-        return SinkhornResult(potential, error, count, converged, tuple(x.to(device) for x in self.history))
+        return self._mapped(lambda x: x.to(device))
+
+    def indexed(self, index: Index) -> "SinkhornResult":
+        """Return the result of some items of the batch."""
+        return self._mapped(lambda x: x[index])
+
+    def _mapped(self, change: Callable[[Tensor], Tensor]) -> "SinkhornResult":
+        tensors = self.potential, self.marginal_error, self.num_iter, self.converged
+        potential, error, count, converged = map(change, tensors)
+        return SinkhornResult(potential, error, count, converged, tuple(map(change, self.history)))
 
 
 @eager

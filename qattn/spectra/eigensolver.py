@@ -69,7 +69,7 @@ def eigsh(
     if len(q.shape) > 2:
         raise ValueError(
             f"`eigsh` takes one cloud with one bandwidth; this operator has shape {tuple(q.shape)}. "
-            "Make an operator for each item of the batch."
+            "Take one item first, as in `eigsh(q[0], k)`."
         )
     options = {"`k`": k, "`tol`": tol, "`max_iter`": max_iter, "Whether there is `init`": init is not None}
     q.kernel.ranks.agree("eigsh", q.kernel.device, options)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from qattn import _checks
-from qattn._broadcasting import broadcast_shapes
+from qattn._broadcasting import Index, broadcast_shapes, own_index
 from qattn._types import ArrayLike
 from qattn.attended import Attended
 from qattn.attention.api import BackendName
@@ -187,6 +187,18 @@ class GaussianKernel(PointKernel):
         if (points.device, points.dtype) == (self.device, self._points.dtype):
             return self._with(**changed)
         return self._replanned(**changed, _prepared=PreparedPoints(targets, points, self._ranks))
+
+    def indexed(self, index: Index) -> "GaussianKernel":
+        of_points, of_sigma = (index[:-1], index[-1:]) if self._sigma.ndim else (index, ())
+        sigma = self._sigma[of_sigma]
+        if all(entry == slice(None) for entry in of_points):  # heads of the same points, which are not prepared again
+            return self._replanned(_sigma=sigma)
+        points = self._points[own_index(of_points, self._points.shape[:-2])]
+        targets = points
+        if self._targets is not self._points:
+            targets = self._targets[own_index(of_points, self._targets.shape[:-2])]
+        prepared = PreparedPoints(targets, points, self._ranks)
+        return self._replanned(_points=points, _targets=targets, _sigma=sigma, _prepared=prepared)
 
     def with_sigma(self, sigma: ArrayLike) -> "GaussianKernel":
         """Return the kernel with another bandwidth at the same points, which are not prepared again."""
