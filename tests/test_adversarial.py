@@ -24,6 +24,7 @@ FAILED_BEFORE = [
     505705,  # a cotangent below the smallest normal float: its reciprocal was infinite
     408196,  # masses of 1e36 without normalization: an infinite cotangent was refused as a bias
     701376,  # voxels far from all mass, and a signal in float64: index_copy of two dtypes
+    701800,  # the backend of a backward pass was selected twice, for inputs that it takes and for some that it does not
 ]
 
 
