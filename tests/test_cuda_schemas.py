@@ -65,3 +65,27 @@ def test_flash_attention(channels, dtype, radius, parts):
         if channels:
             assert out.shape == (2, 50, channels)
             assert out.dtype == dtype
+
+
+@pytest.mark.parametrize("channels", [1, slow(9), 70])
+def test_backward_of_memory_efficient_attention(channels):
+    with FakeTensorMode(), Recorder() as recorder, Indexing():
+        inputs = fake_inputs(torch.float32, channels)
+        assert sdpa.Sdpa().can_differentiate(inputs)
+        row, column = (x.new_empty(2, n, channels) for x, n in ((inputs.query, 50), (inputs.key, 70)))
+        shift = row.new_empty(2, 50)
+        sums = sdpa.Sdpa().pair_sums(inputs, row, column, shift, by_points=True, by_column=True, num_values=channels)
+        [(name, arguments, options, result)] = recorder.calls
+        assert "_scaled_dot_product_efficient_attention_backward" in name
+        *tensors, mask, averages, lse, _, _, dropout, needed = arguments
+        width = -(-max(6, channels) // 16) * 16
+        assert [tuple(x.shape) for x in tensors] == [(2, 1, n, width) for n in (50, 50, 70, 70)]
+        assert (mask, dropout, options) == (None, 0.0, {"scale": 1.0})
+        assert needed == [True, True, True, False]
+        assert averages.shape == tensors[0].shape
+        assert lse.shape == (2, 1, 64)  # rows padded to a multiple of 32, as the forward returns them
+        assert [tuple(x.shape) for x in result[:3]] == [(2, 1, n, width) for n in (50, 70, 70)]
+        total, first, second = sums.rows
+        assert (total.shape, first.shape, second.shape) == ((2, 50), (2, 50, 3), (2, 50))
+        assert sums.column_first.shape == (2, 70, 3)
+        assert sums.values.shape == (2, 70, channels)

@@ -157,7 +157,7 @@ def test_coarser_levels_leave_little_to_do(passes):
     q = diffusion(shapes.creature(40_000)[0], 0.03, tol=1e-6)
     spectrum = eigsh(q, 10)
     assert passes.count((5000, 5000)) > 0
-    assert passes.count((40_000, 40_000)) <= 18  # 25 from a random sample, and hundreds from noise
+    assert passes.count((40_000, 40_000)) <= 20  # 25 from a random sample, and hundreds from noise
     assert float(spectrum.values[-1]) > 0.97
     check(q, spectrum, 10)
 

@@ -2,19 +2,18 @@
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from qattn import _checks
 from qattn._types import ArrayLike
-from qattn.distributed.group import Group, pack, unpack
+from qattn.distributed.group import Group, GroupOrWorld, pack, unpack
 
 __all__ = ["compact", "gather", "shard"]
 
 _SAMPLE = 2**14  # points of the largest shard that determine where a cloud is cut
 
 
-def shard(points: Tensor, group: "dist.ProcessGroup | None" = None) -> Tensor:
+def shard(points: Tensor, group: GroupOrWorld = "world") -> Tensor:
     """Choose the points that this rank should hold, of a cloud that all ranks can read.
 
     The cloud is halved along its longest side until there is one part per rank. Parts have equal sizes and are compact,
@@ -23,7 +22,7 @@ def shard(points: Tensor, group: "dist.ProcessGroup | None" = None) -> Tensor:
 
     Args:
         points: Positions of shape (N, d), the same on all ranks.
-        group: Process group; None for all processes.
+        group: Process group, or "world" for all processes.
 
     Returns:
         Sorted indices (n,) of the points of this rank.
@@ -40,7 +39,7 @@ def shard(points: Tensor, group: "dist.ProcessGroup | None" = None) -> Tensor:
     return torch.from_numpy(np.sort(index)).to(points.device)
 
 
-def compact(points: Tensor, *others: Tensor, group: "dist.ProcessGroup | None" = None) -> tuple[Tensor, ...]:
+def compact(points: Tensor, *others: Tensor, group: GroupOrWorld = "world") -> tuple[Tensor, ...]:
     """Exchange the points of a cloud so that each rank holds a compact part of it.
 
     The cloud may be too large for a single rank. It is halved along its longest side, at the median of a sample, until
@@ -50,7 +49,7 @@ def compact(points: Tensor, *others: Tensor, group: "dist.ProcessGroup | None" =
     Args:
         points: Positions (n, d) that this rank has now, such as a part of a file; n may differ, and be 0.
         *others: Data of these points, (n,) or (n, C) each: masses, signals, labels.
-        group: Process group; None for all processes.
+        group: Process group, or "world" for all processes.
 
     Returns:
         Indices (n',) of the points that this rank holds now, in the concatenation over all ranks; their positions; and
@@ -91,13 +90,13 @@ def _owners(points: Tensor, sample: Tensor, first: int, last: int) -> Tensor:
     return owner
 
 
-def gather(x: Tensor, index: Tensor, group: "dist.ProcessGroup | None" = None) -> Tensor:
+def gather(x: Tensor, index: Tensor, group: GroupOrWorld = "world") -> Tensor:
     """Gather the rows of all ranks on each of them, in the order of the cloud before `shard`.
 
     Args:
         x: Rows (n, …) of this rank, one per point.
         index: Indices (n,) of its points, from `shard`.
-        group: Process group; None for all processes.
+        group: Process group, or "world" for all processes.
 
     Returns:
         All rows, shape (N, …).

@@ -12,11 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from qattn import _checks
 from qattn._types import ArrayLike, like_input
 from qattn.distributed.agreement import Request, disagreement
 from qattn.ranks import ALONE, Ranks
 
-__all__ = ["Group", "GroupLike", "pack", "unpack"]
+__all__ = ["Group", "GroupLike", "GroupOrWorld", "pack", "unpack"]
+
+GroupOrWorld: TypeAlias = "dist.ProcessGroup | Literal['world']"
+"""A process group, or "world" for all processes."""
 
 GroupLike: TypeAlias = "dist.ProcessGroup | Ranks | Literal['world'] | None"
 """A process group, "world" for all processes, or None for points that are all in this process."""
@@ -26,21 +30,23 @@ class Group(Ranks):
     """The ranks of a process group, each with a shard of the sites.
 
     Args:
-        group: Process group; None for all processes.
+        group: Process group, or "world" for all processes.
 
     Attributes:
         sent: Number of bytes that this rank has sent. Collectives count as if they were rings: 2(R − 1)/R times the
             data for a sum, and R − 1 times the data for a gather.
     """
 
-    def __init__(self, group: "dist.ProcessGroup | None" = None) -> None:
+    def __init__(self, group: GroupOrWorld = "world") -> None:
         if not (dist.is_available() and dist.is_initialized()):
             raise ValueError(
                 "A sharded cloud needs a process group, but none is initialized. Call "
                 "`torch.distributed.init_process_group()` first, in a program started by `torchrun`."
             )
-        self.group = group
-        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        if isinstance(group, str):
+            _checks.one_of("group", group, ("world",))
+        self.group = None if isinstance(group, str) else group
+        self._rank, self._size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.sent = 0
 
     @property
@@ -103,7 +109,7 @@ class Group(Ranks):
             return group
         if group is None:
             return Group(points.device_mesh.get_group()) if hasattr(points, "device_mesh") else ALONE
-        return Group(None if isinstance(group, str) and group == "world" else group)
+        return Group(group)
 
     def local_part(self, name: str, array: Any, axis: int) -> ArrayLike:
         if not hasattr(array, "to_local"):

@@ -21,6 +21,7 @@ from qattn.operators.scaling import apply, apply_transpose
 __all__ = ["Chebyshev", "implicit_potential", "solve"]
 
 _MAX_STEPS = 100  # twenty suffice in float64, unless the kernel is not positive definite
+_GAIN = 0.2  # factor by which a step reduces the residual, about
 
 
 class Chebyshev:
@@ -58,6 +59,11 @@ def _product(kernel: Kernel, f: Tensor, log_mass: Tensor, x: Tensor, is_transpos
     return multiply(kernel, f, f + log_mass, x[..., None])[..., 0]
 
 
+def _largest(x: Tensor, kernel: Kernel) -> float:
+    """Return the largest modulus on all ranks: on a GPU, the only synchronization of a step."""
+    return float(kernel.ranks.largest(x.abs()).amax())
+
+
 class _Potential(torch.autograd.Function):
     @staticmethod
     def forward(solution: Tensor, kernel: Kernel, log_mass: Tensor, *tensors: Tensor) -> Tensor:
@@ -85,19 +91,21 @@ class _Solve(torch.autograd.Function):
         target: Tensor, f: Tensor, log_mass: Tensor, kernel: Kernel, is_transposed: bool, *tensors: Tensor
     ) -> Tensor:
         step, x, residual = Chebyshev(), torch.zeros_like(target), target
-        largest, eps = kernel.ranks.largest(target.abs()).amax(), torch.finfo(target.dtype).eps
+        largest, eps = _largest(target, kernel), torch.finfo(target.dtype).eps
+        goal = 16 * eps * largest  # rounding, because two parts of a gradient cancel
         gap = largest
         for _ in range(_MAX_STEPS):
             x = x + step(residual)
+            if gap <= goal / _GAIN:  # the step just made reaches the goal, which need not be measured
+                return x
             residual = target - x - _product(kernel, f, log_mass, x, is_transposed)
-            before, gap = gap, kernel.ranks.largest(residual.abs()).amax()
-            # To rounding, because two parts of a gradient cancel; or until the rounding of products stops progress.
-            is_stuck = gap <= 4 * eps**0.75 * largest and gap > 0.5 * before
-            if is_stuck or not gap > 16 * eps * largest:
+            before, gap = gap, _largest(residual, kernel)
+            is_stuck = gap <= 4 * eps**0.75 * largest and gap > 0.5 * before  # by the rounding of products
+            if is_stuck or not gap > goal:
                 return x
         warn_caller(
             f"The gradient through the potential is inexact: after {_MAX_STEPS} steps, (I + Q)ᵀu = g has a residual "
-            f"of {float(gap / largest):.1e} of g. Check `kernel.smallest_eigenvalue()`: the kernel may not be positive "
+            f"of {gap / largest:.1e} of g. Check `kernel.smallest_eigenvalue()`: the kernel may not be positive "
             'semidefinite. `Solver(adjoint="unroll")` does not solve this equation.'
         )
         return x
