@@ -79,7 +79,8 @@ class Hamiltonian:
         a = b = momenta
         if self.metric == "diffusion":
             f, log_mass = operator.potential, log_of_mass(operator.mass)
-            u = solve(kernel, f, log_mass, (momenta * velocity).sum(-1), False, kernel.tensors)[:, None]
+            target = (momenta * velocity).sum(-1)
+            u = solve(kernel, f, log_mass, target, kernel.tensors, is_transposed=False, tol=0.0)[:, None]
             one = torch.ones_like(u)
             a, b = torch.cat([momenta, -u, one], dim=-1), torch.cat([momenta, one, -u], dim=-1)
         # With p_i · p_j − u_i − u_j = a_i · b_j, the force is Σ_j Q_ij (a_i · b_j) (x_i − x_j) / σ².

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,7 +15,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from qattn import attend
 from qattn.tiles import compiled, threads
-from qattn.tiles import gaussian as native
 
 
 def cloud(seed, n=700):
@@ -40,20 +40,41 @@ def test_the_thread_count_changes_nothing():
         torch.testing.assert_close(other, results[0], rtol=0, atol=0)
 
 
-def test_torch_s_thread_count_is_honoured(monkeypatch):
-    started = []
+@pytest.fixture(params=["torch's", "our own"])
+def pool(request, monkeypatch):
+    """Both kinds of threads: those of torch, and those where torch has no OpenMP."""
+    if request.param == "our own":
+        monkeypatch.setattr(threads, "_openmp", lambda: None)
+    else:
+        assert threads._openmp() is not None
 
-    class Pool(ThreadPoolExecutor):
-        def __init__(self, workers):
-            started.append(workers)
-            super().__init__(workers)
 
-    monkeypatch.setattr(threads, "ThreadPoolExecutor", Pool)
-    monkeypatch.setattr(native, "_MIN_PAIRS", 1)
+@pytest.mark.usefixtures("pool")
+def test_torch_s_thread_count_is_honored(monkeypatch):
     for count in (1, 2, 3):
-        monkeypatch.setattr(torch, "get_num_threads", lambda c=count: c)
-        result(0)
-    assert started == [1, 2]  # the caller is one of them, and needs no pool if it is the only one
+        workers = set()
+
+        def run(_, workers=workers):
+            workers.add(threading.get_ident())
+            time.sleep(0.01)
+
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
+        threads.share(run, [(n,) for n in range(4 * count)])
+        assert len(workers) == count
+        assert threading.get_ident() in workers
+
+
+@pytest.mark.usefixtures("pool")
+def test_a_round_begins_when_the_one_before_is_done():
+    done = []
+
+    def run(n):
+        assert len(done) >= 10 * (n // 10)
+        time.sleep(0.001 * (n % 3))
+        done.append(n)
+
+    threads.share(run, *([(n,) for n in range(first, first + 10)] for first in range(0, 50, 10)))
+    assert sorted(done) == list(range(50))
 
 
 def test_many_python_threads_at_once():
@@ -96,6 +117,7 @@ def test_data_loader_workers():
     torch.testing.assert_close(torch.cat(list(loader)), expected, rtol=0, atol=0)
 
 
+@pytest.mark.usefixtures("pool")
 def test_an_interrupt_drops_the_chunks_not_begun():
     done = []
 

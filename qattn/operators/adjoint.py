@@ -22,6 +22,7 @@ __all__ = ["Chebyshev", "implicit_potential", "solve"]
 
 _MAX_STEPS = 100  # twenty suffice in float64, unless the kernel is not positive definite
 _GAIN = 0.2  # factor by which a step reduces the residual, about
+_SHARE = 0.3  # residual of the adjoint, relative to the marginal error of the potential
 
 
 class Chebyshev:
@@ -41,16 +42,29 @@ class Chebyshev:
         return self._step
 
 
-def implicit_potential(solution: Tensor, kernel: Kernel, log_mass: Tensor) -> Tensor:
-    """Attach derivatives with respect to the kernel and log m to a solution f of f + lse(f + log m) = 0."""
-    return _Potential.apply(solution, kernel, log_mass, *kernel.tensors)
+def implicit_potential(solution: Tensor, error: Tensor, kernel: Kernel, log_mass: Tensor) -> Tensor:
+    """Attach derivatives with respect to the kernel and log m to a solution f of f + lse(f + log m) = 0.
+
+    They are solved for somewhat more exactly than the potential was: `error` holds its marginal errors.
+    """
+    return _Potential.apply(solution, error, kernel, log_mass, *kernel.tensors)
 
 
 def solve(
-    kernel: Kernel, f: Tensor, log_mass: Tensor, target: Tensor, is_transposed: bool, tensors: tuple[Tensor, ...]
+    kernel: Kernel,
+    f: Tensor,
+    log_mass: Tensor,
+    target: Tensor,
+    tensors: tuple[Tensor, ...],
+    *,
+    is_transposed: bool,
+    tol: float,
 ) -> Tensor:
-    """Solve (I + Q) x = target, or (I + Q)ᵀ x = target, differentiably to any order in all arguments."""
-    return _Solve.apply(target, f, log_mass, kernel, is_transposed, *tensors)
+    """Solve (I + Q) x = target, or (I + Q)ᵀ x = target, differentiably to any order in all arguments.
+
+    The largest residual is below `tol` times the largest entry of the target, or due to rounding.
+    """
+    return _Solve.apply(target, f, log_mass, kernel, is_transposed, tol, *tensors)
 
 
 def _product(kernel: Kernel, f: Tensor, log_mass: Tensor, x: Tensor, is_transposed: bool) -> Tensor:
@@ -66,33 +80,34 @@ def _largest(x: Tensor, kernel: Kernel) -> float:
 
 class _Potential(torch.autograd.Function):
     @staticmethod
-    def forward(solution: Tensor, kernel: Kernel, log_mass: Tensor, *tensors: Tensor) -> Tensor:
+    def forward(solution: Tensor, error: Tensor, kernel: Kernel, log_mass: Tensor, *tensors: Tensor) -> Tensor:
         return solution.clone()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.kernel, log_mass, *tensors = inputs
+        _, ctx.error, ctx.kernel, log_mass, *tensors = inputs
         ctx.save_for_backward(output, log_mass, *tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         f, log_mass, *tensors = ctx.saved_tensors
-        u = solve(ctx.kernel, f, log_mass, grads[0], True, tuple(tensors))
+        tol = _SHARE * float(ctx.error.amax()) if ctx.error.numel() else 0.0
+        u = solve(ctx.kernel, f, log_mass, grads[0], tuple(tensors), is_transposed=True, tol=tol)
 
         def minus_lse(log_mass: Tensor, *tensors: Tensor) -> Tensor:
             return -ctx.kernel.replace(*tensors).attend(f + log_mass).lse
 
-        return None, None, *vector_jacobian(minus_lse, (log_mass, *tensors), u)
+        return None, None, None, *vector_jacobian(minus_lse, (log_mass, *tensors), u)
 
 
 class _Solve(torch.autograd.Function):
     @staticmethod
     def forward(
-        target: Tensor, f: Tensor, log_mass: Tensor, kernel: Kernel, is_transposed: bool, *tensors: Tensor
+        target: Tensor, f: Tensor, log_mass: Tensor, kernel: Kernel, is_transposed: bool, tol: float, *tensors: Tensor
     ) -> Tensor:
         step, x, residual = Chebyshev(), torch.zeros_like(target), target
         largest, eps = _largest(target, kernel), torch.finfo(target.dtype).eps
-        goal = 16 * eps * largest  # rounding, because two parts of a gradient cancel
+        goal = max(16 * eps, tol) * largest
         gap = largest
         for _ in range(_MAX_STEPS):
             x = x + step(residual)
@@ -112,16 +127,17 @@ class _Solve(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, f, log_mass, ctx.kernel, ctx.is_transposed, *tensors = inputs
+        _, f, log_mass, ctx.kernel, ctx.is_transposed, ctx.tol, *tensors = inputs
         ctx.save_for_backward(output, f, log_mass, *tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, f, log_mass, *tensors = ctx.saved_tensors
-        y = solve(ctx.kernel, f, log_mass, grads[0], not ctx.is_transposed, tuple(tensors))
+        is_transposed = not ctx.is_transposed
+        y = solve(ctx.kernel, f, log_mass, grads[0], tuple(tensors), is_transposed=is_transposed, tol=ctx.tol)
 
         def minus_product(f: Tensor, log_mass: Tensor, *tensors: Tensor) -> Tensor:
             return -_product(ctx.kernel.replace(*tensors), f, log_mass, x, ctx.is_transposed)
 
         grad_f, grad_log_mass, *others = vector_jacobian(minus_product, (f, log_mass, *tensors), y)
-        return y, grad_f, grad_log_mass, None, None, *others
+        return y, grad_f, grad_log_mass, None, None, None, *others

@@ -137,7 +137,7 @@ def solve_potential(
         )
     f = result.potential
     if solver.adjoint == "implicit" and has_gradient:
-        f = implicit_potential(f, kernel, log_mass)
+        f = implicit_potential(f, result.marginal_error, kernel, log_mass)
         result = SinkhornResult(f, result.marginal_error, result.num_iter, result.converged, result.history)
     if value is not None and out is None:
         keeps_constants = solver.adjoint != "detach"  # a detached potential does not follow the kernel

@@ -53,10 +53,11 @@ def attend(
 
     C = 0 if value is None else value.shape[-1]
     lanes = simd.REGISTER_BYTES // dtype.itemsize
-    channels = -(-C // lanes) * lanes
+    are_few = 0 < C <= lanes // 2
     values = torch.empty(len(key.points), TILE, 0, dtype=dtype)
     if value is not None:
-        values = key.rows(value.to(dtype), channels)
+        v = value.to(dtype)
+        values = key.columns_of(v) if are_few else key.rows(v, -(-C // lanes) * lanes)
     lse, out = torch.empty(B, query.size, dtype=dtype), torch.empty(B, query.size, C, dtype=dtype)
 
     cutoff = None
@@ -68,7 +69,7 @@ def attend(
     key_tiles = _tiles_of_clouds(query, key, bias)
     tensors = query.points, query.order, scale, key.columns, weights.beta, weights.top, values, key_tiles
     arrays = [x.numpy() for x in tensors]
-    run = partial(gaussian.attend_tiles, *arrays, cutoff, tiny, _unrolled(query), lse.numpy(), out.numpy())
+    run = partial(gaussian.attend_tiles, *arrays, cutoff, tiny, _unrolled(query), are_few, lse.numpy(), out.numpy())
     share(run, _chunks(key_tiles, is_limited=tol is not None))
     return Attended(None if value is None else out.to(value.dtype), lse)
 
@@ -226,11 +227,11 @@ def _cutoff(
 
     # The sum of a row is at least the term of the point itself.
     floors = weights.least if query is key else scale.new_full((query.clouds * query.tiles,), -torch.inf)
-    tops = weights if by_value is None else by_value
+    tops, sums = weights if by_value is None else by_value, weights.nodes()
     arrays = {
         "floors": floors, "starts": key.tree.starts, "queries": query.tree.nodes.flatten(0, 1),
         "query_parts": query.tree.parts, "keys": key.tree.nodes.flatten(0, 1), "key_parts": key.tree.parts,
-        "tops": tops.nodes, "part_tops": tops.parts, "sums": weights.nodes, "scales": scale,
+        "tops": sums if by_value is None else by_value.nodes(), "part_tops": tops.parts, "sums": sums, "scales": scale,
     }  # fmt: skip
     log_tol: Any = torch.tensor(math.log2(tol), dtype=scale.dtype).numpy()[()]  # a NumPy scalar of the loops' dtype
     return GaussianCutoff(

@@ -185,8 +185,8 @@ class MixtureTiles:
             query_parts=query.parts,
             keys=key.nodes,
             key_parts=key.parts,
-            tops=tops.nodes.numpy(),
+            tops=tops.nodes().numpy(),
             part_tops=tops.parts.numpy(),
-            sums=weights.nodes.numpy(),
+            sums=weights.nodes().numpy(),
             has_determinant=self._has_determinant,
         )

@@ -72,13 +72,22 @@ class Tree(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Weights 2^β of the points of a tiling, with sums over the nodes of its tree, in log₂."""
+    """Weights 2^β of the points of a tiling, with sums of them, in log₂."""
 
     beta: Tensor  # (B T, TILE): β over a scale, −inf in the padding of the last tile
     top: Tensor  # (B, 1): exp(b) = 2^β e^top
     parts: Tensor  # (B · T · TILE/PART,) log₂ Σ 2^β
-    nodes: Tensor  # (B · nodes,) log₂ Σ 2^β
+    tiles: Tensor  # (B, T) log₂ Σ 2^β
     least: Tensor  # (B T,) least β of each tile
+
+    def nodes(self) -> Tensor:
+        """Sum over the nodes of the tree, log₂ Σ 2^β, (B · nodes,)."""
+        level = self.tiles
+        levels = [level]
+        while level.shape[1] > 1:
+            level = _log2_sum(pad(level, (0, level.shape[1] % 2), value=-torch.inf).unflatten(1, (-1, 2)))
+            levels.append(level)
+        return torch.cat(levels, dim=1).flatten()
 
 
 class Tiling:
@@ -154,12 +163,7 @@ class Tiling:
             for x in (bias.detach().contiguous(), self.order, top[:, 0].contiguous(), scale, beta, parts, sums, least)
         ]
         share(partial(gather_weights, *arrays), self.chunks)
-        level = sums.reshape(self.clouds, self.tiles)
-        levels = [level]
-        while level.shape[1] > 1:
-            level = _log2_sum(pad(level, (0, level.shape[1] % 2), value=-torch.inf).unflatten(1, (-1, 2)))
-            levels.append(level)
-        return Weights(beta, top, parts.flatten(), torch.cat(levels, dim=1).flatten(), least)
+        return Weights(beta, top, parts.flatten(), sums.reshape(self.clouds, self.tiles), least)
 
     @property
     def chunks(self) -> list[tuple[int, int]]:

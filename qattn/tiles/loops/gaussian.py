@@ -130,34 +130,54 @@ def _add_products(weights, values, t, begin, end, i, out):
 
 
 @njit(forceinline=True)
-def _add_keys(query, first, rows, shift, scale, keys, beta, values, t, begin, end, dims, sums, out, weights):
+def _add_few_products(weights, values, t, begin, end, i, out):
+    """Add as `_add_products` does for few channels, lane by lane: values (S, C, TILE), out (TILE, C · lanes)."""
+    channels, width = values.shape[1], lanes(out)
+    for r in range(ROWS):
+        for c in range(channels):
+            total = splat(out.dtype.type(0))
+            for j in range(begin, end, width):
+                total = multiply_add(load(weights, r * TILE + j), load(values, (t * channels + c) * TILE + j), total)
+            place = ((i + r) * channels + c) * width
+            store(out, place, add(load(out, place), total))
+
+
+@njit(forceinline=True)
+def _add_keys(query, first, rows, shift, scale, keys, beta, values, few, t, begin, end, dims, sums, out, weights):
     """Add weights to sums and, if there are values, weighted values to out."""
-    if values.shape[2] == 0 and len(dims) > 0:
+    if values.size == 0 and len(dims) > 0:
         _add_weights(query, first, rows, shift, scale, keys, beta, t, begin, end, dims, sums, None)
         return
     for i in range(first, first + rows, ROWS):
         _add_weights(query, i, ROWS, shift, scale, keys, beta, t, begin, end, dims, sums, weights)
-        _add_products(weights, values, t, begin, end, i, out)
+        if few:
+            _add_few_products(weights, values, t, begin, end, i, out)
+        else:
+            _add_products(weights, values, t, begin, end, i, out)
 
 
 @njit
-def _add_all(query, shift, scale, keys, beta, values, tiles, dims, sums, out, weights):
+def _add_all(query, shift, scale, keys, beta, values, few, tiles, dims, sums, out, weights):
     """Compute the sums over all keys of a list of tiles."""
     sums[:] = 0
     out[:] = 0
     for t in tiles:
-        _add_keys(query, 0, TILE, shift, scale, keys, beta, values, t, 0, TILE, dims, sums, out, weights)
+        _add_keys(query, 0, TILE, shift, scale, keys, beta, values, few, t, 0, TILE, dims, sums, out, weights)
 
 
 @njit
-def _add_near(query, tile, shift, scale, keys, beta, values, tiles, cutoff, least, near, dims, sums, out, weights):
+def _add_near(query, tile, shift, scale, keys, beta, values, few, tiles, cutoff, least, near, dims, sums, out, weights):
     """Compute the sums over the parts of a list of tiles that add more than `least`, for each part of the queries."""
     sums[:] = 0
     out[:] = 0
     for p in range(PARTS):
+        first = p * PART
         for n in range(near_parts(tile * PARTS + p, tiles, cutoff, least, near)):
-            t, begin, end = near[n] // PARTS, near[n] % PARTS * PART, near[n] % PARTS * PART + PART
-            _add_keys(query, p * PART, PART, shift, scale, keys, beta, values, t, begin, end, dims, sums, out, weights)
+            t, begin = near[n] // PARTS, near[n] % PARTS * PART
+            end = begin + PART
+            _add_keys(
+                query, first, PART, shift, scale, keys, beta, values, few, t, begin, end, dims, sums, out, weights
+            )
 
 
 @njit(forceinline=True)
@@ -169,18 +189,22 @@ def _aligned(size, dtype):
 
 
 @compiled
-def attend_tiles(query, order, scales, keys, beta, tops, values, key_tiles, cutoff, tiny, dims, lse, out, begin, end):
+def attend_tiles(
+    query, order, scales, keys, beta, tops, values, key_tiles, cutoff, tiny, dims, few, lse, out, begin, end
+):
     """Attention of the query tiles begin … end − 1 to the tiles of keys that matter, or to all of their cloud.
 
     query (T, TILE, d) and order (B, N), that of the queries in tiles; scales (B,); keys (S, d, TILE), beta (S, TILE)
-    and tops (B, 1); values (S, TILE, W) with W a multiple of the lanes of a register, 0 for lse alone; key_tiles
-    (T, 2), the range of key tiles of the cloud of each query tile. lse (B, N) and out (B, N, C), C ≤ W, are written in
-    the order of the cloud. `dims` is a tuple of d items, so that d is a constant to the compiler, or empty.
+    and tops (B, 1); values (S, TILE, W) with W a multiple of the lanes of a register, 0 for lse alone, or (S, C, TILE)
+    if there are few channels; key_tiles (T, 2), the range of key tiles of the cloud of each query tile. lse (B, N) and
+    out (B, N, C), C ≤ W, are written in the order of the cloud. `dims` is a tuple of d items, so that d is a constant
+    to the compiler, or empty.
     """
     sums = _aligned(TILE * lanes(query), query.dtype).reshape(TILE, lanes(query))
     weights = _aligned(ROWS * TILE, query.dtype).reshape(ROWS, TILE)
     shift, total = np.empty(TILE, query.dtype), np.empty(TILE, query.dtype)
-    o = _aligned(TILE * values.shape[2], query.dtype).reshape(TILE, values.shape[2])
+    channels = out.shape[2] * lanes(query) if few else values.shape[2]
+    o = _aligned(TILE * channels, query.dtype).reshape(TILE, channels)
     seen, near = np.empty(len(keys), np.int64), np.empty(PARTS * len(keys), np.int64)
     most, smallest = np.empty(len(keys), query.dtype), np.empty(len(keys), query.dtype)
     least = query.dtype.type(0)
@@ -193,9 +217,9 @@ def attend_tiles(query, order, scales, keys, beta, tops, values, key_tiles, cuto
             count, least = near_tiles(tile, cutoff, seen, most, smallest)
             tiles = seen[:count]
         if cutoff is None:
-            _add_all(q, None, scale, keys, beta, values, tiles, dims, sums, o, weights)
+            _add_all(q, None, scale, keys, beta, values, few, tiles, dims, sums, o, weights)
         else:
-            _add_near(q, tile, None, scale, keys, beta, values, tiles, cutoff, least, near, dims, sums, o, weights)
+            _add_near(q, tile, None, scale, keys, beta, values, few, tiles, cutoff, least, near, dims, sums, o, weights)
         shift[:] = 0
         low = False
         for i in range(TILE):
@@ -208,16 +232,19 @@ def attend_tiles(query, order, scales, keys, beta, tops, values, key_tiles, cuto
             for i in range(TILE):
                 shift[i] = sums[i].max()
             if cutoff is None:
-                _add_all(q, shift, scale, keys, beta, values, tiles, dims, sums, o, weights)
+                _add_all(q, shift, scale, keys, beta, values, few, tiles, dims, sums, o, weights)
             else:
-                _add_near(q, tile, shift, scale, keys, beta, values, tiles, cutoff, least, near, dims, sums, o, weights)
+                _add_near(
+                    q, tile, shift, scale, keys, beta, values, few, tiles, cutoff, least, near, dims, sums, o, weights
+                )
             for i in range(TILE):
                 total[i] = sum_of(load(sums, i * lanes(sums)))
         for i in range(min(TILE, order.shape[1] - first)):
             row, norm = order[cloud, first + i], max(total[i], tiny)
             lse[cloud, row] = (math.log2(total[i]) + scale * shift[i]) * _LOG_2 + tops[cloud, 0]
             for c in range(out.shape[2]):
-                out[cloud, row, c] = o[i, c] / norm
+                product = sum_of(load(o, i * channels + c * lanes(o))) if few else o[i, c]
+                out[cloud, row, c] = product / norm
 
 
 @njit(forceinline=True)
