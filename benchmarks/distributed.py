@@ -2,7 +2,7 @@
 
 Random points of a generated surface, float32, on gloo processes of this machine, in compact shards. Bytes are counted
 in the process group (messages as they are, collectives as by rings), for a pass of lse and for one with 8 channels;
-the memory is the most that a rank needs to prepare, normalise and apply, above the imports, its points and its signal.
+the memory is the most that a rank needs to prepare, normalize and apply, above the imports, its points and its signal.
 The processes share the cores of one machine, so times say nothing of several, and are not reported. Row errors are
 measured before anything is counted.
 

@@ -2,7 +2,7 @@
 
 32 learned bandwidths from 0.02 to 0.5, 8 features each, two applications, on random points of the creature, float32.
 The published way is 10 iterations of θ = ½ without gradients, then the applications, differentiated by autograd: here
-once with PyKeOps and once with dense torch. qattn normalises to a mean |Q1 − 1| of 1e-3, and its gradients go through
+once with PyKeOps and once with dense torch. qattn normalizes to a mean |Q1 − 1| of 1e-3, and its gradients go through
 that too; "as published" is qattn with 10 plain iterations and no gradients through them.
 
 Before the clock starts, each is compared on a small cloud with float64: the output, and the gradient by the bandwidths.

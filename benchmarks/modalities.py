@@ -1,6 +1,6 @@
-"""How long do mixtures, voxels and graphs take, in what memory, against dense torch, SciPy and clouds of their centres?
+"""How long do mixtures, voxels and graphs take, in what memory, against dense torch, SciPy and clouds of their centers?
 
-Each candidate builds its operator, normalises to a mean |Q1 − 1| of 1e-3 and applies it to 8 channels, in a process of
+Each candidate builds its operator, normalizes to a mean |Q1 − 1| of 1e-3 and applies it to 8 channels, in a process of
 its own, once, so that its peak memory is its own: what it needs above the imports and the data. Peers iterate as is
 published, f ← ½ (f − log K e^f), and stop at the same error. The row error is that of the row sums at the potential
 found, on 64 random rows, against all pairs in float64.
@@ -138,12 +138,12 @@ def voxel_kernel(n):
 
 
 MIXTURE = by_kernel(lambda data: qattn.MixtureKernel.from_splats(*data, spacing(len(data[0]))))
-CENTRES = by_kernel(lambda data: qattn.GaussianKernel(data.float(), 2.0))
+CENTERS = by_kernel(lambda data: qattn.GaussianKernel(data.float(), 2.0))
 
 
 def in_a_box(shape, n):
     """A case of voxels: how they are made, and by what they are diffused."""
-    candidates = {"qattn": by_kernel(voxel_kernel(n)), "cloud of centres": CENTRES, "SciPy filter": voxels_by_scipy(n)}
+    candidates = {"qattn": by_kernel(voxel_kernel(n)), "cloud of centers": CENTERS, "SciPy filter": voxels_by_scipy(n)}
     return lambda: shape(n), candidates
 
 

@@ -1,4 +1,4 @@
-"""How long does it take to normalise a cloud and to apply its diffusion, against the published way?
+"""How long does it take to normalize a cloud and to apply its diffusion, against the published way?
 
 All pairs of points of the unit sphere, σ = 0.05, float32, 8 channels. The published way is 10 iterations of θ = ½, then
 an application, here once with PyKeOps and once with dense torch; qattn stops at the marginal error that those 10
@@ -105,7 +105,7 @@ def main():
     axis = picture.subplots()
     curves(axis, rows, "N", "seconds")
     where = environment()
-    axis.set(xscale="log", yscale="log", xlabel="points", ylabel="seconds to normalise and apply 8 channels")
+    axis.set(xscale="log", yscale="log", xlabel="points", ylabel="seconds to normalize and apply 8 channels")
     axis.set_title(f"σ = {options.sigma}, equal marginal error, {where['threads']} threads", fontsize=10)
     picture.savefig(path.with_suffix(".png"), dpi=130)
 

@@ -1,7 +1,7 @@
-"""How long do the leading modes of a cloud take, against a point cloud Laplacian and a sparse factorisation?
+"""How long do the leading modes of a cloud take, against a point cloud Laplacian and a sparse factorization?
 
 Random points of the unit sphere, whose Laplacian has the eigenvalues l (l + 1), 2l + 1 times: each candidate tells how
-far its own are from them, which includes the error of sampling. qattn takes σ = 3 spacings and float32, normalising
+far its own are from them, which includes the error of sampling. qattn takes σ = 3 spacings and float32, normalizing
 included; `robust_laplacian` builds its Laplacian, included too, and ARPACK inverts it by a sparse LU; ARPACK on the
 dense operator is the published way. Each runs in a process of its own, once, so that its peak memory is its own.
 """

@@ -121,7 +121,7 @@ def test_values_biases_and_absent_keys(kernel: Mock) -> None:
 
 
 def test_solving_and_applying_a_small_cloud(kernel: Mock) -> None:
-    """A Sinkhorn-normalised diffusion with every sum over points taken by the kernel."""
+    """A Sinkhorn-normalized diffusion with every sum over points taken by the kernel."""
     passes = 15
     points, value = sphere(0.2), normal(CLOUDS, POINTS, 4).half()
     log_mass = (0.5 * normal(CLOUDS, POINTS)).log_softmax(-1)  # unequal masses, of sum 1

@@ -6,7 +6,7 @@ orthogonal, inverse to one another, and those of the soft point maps that the fe
 
 Each shape is a cloud of its own: sampled by itself, turned about the vertical, in no order. If all poses shared one
 sample, its irregularities would mark every point, and tell left from right. The truth is the nearest point in a pose
-that all shapes share. Errors are geodesic, along edges between neighbours, in % of the largest distance on the source.
+that all shapes share. Errors are geodesic, along edges between neighbors, in % of the largest distance on the source.
 
 The creature is its own mirror image, as most animals are: wave kernel signatures cannot tell left from right, nor can a
 network of them that sees no more than lengths and angles of gradients. Volumes of three gradients can (`chiral`).
@@ -104,7 +104,7 @@ def sampled(home, pose, seed, unit, options):
 
 
 def geodesics(shape):
-    """Distances (N, N) along edges between points that are neighbours in the common pose, over the largest."""
+    """Distances (N, N) along edges between points that are neighbors in the common pose, over the largest."""
     N, home = len(shape.points), shape.home.numpy()
     ends = torch.from_numpy(cKDTree(home).query(home, 9)[1])[:, 1:].flatten()
     starts = torch.arange(N).repeat_interleave(8)
@@ -195,8 +195,8 @@ def turned(points, towards):
 
 def mirrored(home):
     """Mirror images (N, 3) of points, across the axis for which these are nearest to them, and how near they are."""
-    centre, tree = (home.amax(0) + home.amin(0)) / 2, cKDTree(home.numpy())
-    images = [torch.where(torch.arange(3) == axis, 2 * centre - home, home) for axis in range(3)]
+    center, tree = (home.amax(0) + home.amin(0)) / 2, cKDTree(home.numpy())
+    images = [torch.where(torch.arange(3) == axis, 2 * center - home, home) for axis in range(3)]
     return min(((image, tree.query(image.numpy())[0].mean()) for image in images), key=lambda pair: pair[1])
 
 
@@ -223,12 +223,12 @@ def evaluated(shapes, given, options):
 
 
 def draw(errors, first, options):
-    """Colours brought from the source of the first pair to its target, and errors of all pairs."""
+    """Colors brought from the source of the first pair to its target, and errors of all pairs."""
     source, target = first["pair"]
     ours, theirs = ("Q-DiffNet", REFINED), ("signatures", REFINED)
     figure, axes = plt.subplots(1, 5, figsize=(17, 3.6), layout="constrained", width_ratios=[1, 1, 1, 1, 1.15])
     low, high = source.home.amin(0), source.home.amax(0)
-    colours = 0.1 + 0.85 * (source.home - low) / (high - low)
+    colors = 0.1 + 0.85 * (source.home - low) / (high - low)
     clouds = [
         ("source", source, torch.arange(len(source.home))),
         ("target, truth", target, first["truth"]),
@@ -238,7 +238,7 @@ def draw(errors, first, options):
     for axis, (title, shape, index) in zip(axes, clouds, strict=False):
         view, _ = camera_view(*2 * [turned(shape.points, shape.home)])
         order = view[:, 2].argsort()
-        axis.scatter(*view[order, :2].T, c=colours[index][order].numpy(), s=45_000 / len(order), linewidths=0)
+        axis.scatter(*view[order, :2].T, c=colors[index][order].numpy(), s=45_000 / len(order), linewidths=0)
         axis.set(title=title, aspect="equal")
         axis.axis("off")
     styles = {"Q-DiffNet": "C0", "signatures": "C1", "xyz, turned by the truth": "C2", "truth": "0.6"}
@@ -269,7 +269,7 @@ def main():
     parser.add_argument("--steps", type=int, default=300, help="of training, a pair each")
     parser.add_argument("--scales", type=int, default=8)
     parser.add_argument("--blocks", type=int, default=2)
-    parser.add_argument("--weight", type=float, default=1.0, help="of the regularisation of functional maps")
+    parser.add_argument("--weight", type=float, default=1.0, help="of the regularization of functional maps")
     parser.add_argument("--chiral", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--output", default="correspondence.png")
     options = parsed(parser, points=300, k=20, train=4, test=2, steps=10)

@@ -1,6 +1,6 @@
 """A Dirac diffuses over a creature.
 
-A Gaussian kernel between 20,000 points becomes a diffusion operator Q by symmetric Sinkhorn normalisation, which takes
+A Gaussian kernel between 20,000 points becomes a diffusion operator Q by symmetric Sinkhorn normalization, which takes
 a few passes of attention; every application is one more. The mass stays, nothing becomes negative, and no N × N matrix
 is formed.
 """
@@ -28,7 +28,7 @@ def main():
     qattn.diffusion(points[:100], options.sigma) @ points[:100]  # compiles the loop, once for all
     start = time.perf_counter()
     q = qattn.diffusion(points, options.sigma, tol=1e-5)
-    print(f"{q}\nnormalised in {time.perf_counter() - start:.2f} s, {q.num_iter} passes")
+    print(f"{q}\nnormalized in {time.perf_counter() - start:.2f} s, {q.num_iter} passes")
 
     dirac = torch.zeros(N)
     dirac[points[:, 0].argmax()] = N  # mass 1 on the tip of the nose

@@ -1,9 +1,9 @@
-"""One cloud over several processes: normalised, diffused, and a network trained on it.
+"""One cloud over several processes: normalized, diffused, and a network trained on it.
 
     torchrun --nproc-per-node 2 examples/distributed.py
 
 Each process holds its share of the points, and of everything that belongs to them. The potentials are saved as soon as
-they are known: run it again, after a crash say, and normalising starts from them. The first draws what all hold.
+they are known: run it again, after a crash say, and normalizing starts from them. The first draws what all hold.
 """
 
 import argparse
@@ -93,8 +93,8 @@ def main():
     found, truth = (gather(x, index.to(device)).cpu() for x in (parallel(x, x).argmax(-1), labels))
     say(f"{float((found == truth).float().mean()):.0%} of the points are known by their part")
     if rank == 0:
-        colours = colormap("tab10", (found + 0.5) / 10)
-        scatter(third, *camera_view(points, normals), colours, 160_000 / options.train, title="parts that were learned")
+        colors = colormap("tab10", (found + 0.5) / 10)
+        scatter(third, *camera_view(points, normals), colors, 160_000 / options.train, title="parts that were learned")
         picture.savefig(options.output, dpi=90)
         print(f"wrote {options.output}")
     dist.destroy_process_group()

@@ -32,7 +32,7 @@ def cloud(n, sigma):
 
 
 def mixture(components, sigma):
-    """Fitted to samples by expectation maximisation."""
+    """Fitted to samples by expectation maximization."""
     samples = creature(10_000, seed=1)[0].numpy()
     fitted = GaussianMixture(components, max_iter=20, tol=1e-2, random_state=0).fit(samples)
     kernel = qattn.MixtureKernel.from_sklearn(fitted, sigma)
@@ -42,16 +42,16 @@ def mixture(components, sigma):
 def voxels(spacing, sigma):
     """Those that the surface crosses, with masses by their density."""
     axes = [torch.arange(low, high, spacing) for low, high in ((-1.1, 1.1), (-0.8, 0.9), (-0.4, 0.4))]
-    centres = torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1)
-    mask = creature_distance(centres).abs() < 0.6 * spacing
-    return qattn.VoxelKernel(mask, sigma, spacing), qattn.mass.voxel_density(mask), centres[mask]
+    centers = torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1)
+    mask = creature_distance(centers).abs() < 0.6 * spacing
+    return qattn.VoxelKernel(mask, sigma, spacing), qattn.mass.voxel_density(mask), centers[mask]
 
 
 def graph(n):
-    """The eight nearest neighbours of each vertex, and of whom it is one."""
+    """The eight nearest neighbors of each vertex, and of whom it is one."""
     points = creature(n, seed=2)[0]
-    neighbours = torch.from_numpy(cKDTree(points).query(points, 9)[1][:, 1:])
-    pairs = torch.stack([torch.arange(n).repeat_interleave(8), neighbours.reshape(-1)])
+    neighbors = torch.from_numpy(cKDTree(points).query(points, 9)[1][:, 1:])
+    pairs = torch.stack([torch.arange(n).repeat_interleave(8), neighbors.reshape(-1)])
     pairs = torch.unique(torch.cat([pairs, pairs.flip(0)], dim=1), dim=1)
     return qattn.GraphKernel(pairs), None, points, pairs
 
@@ -75,12 +75,12 @@ def diffused(kernel, mass, points, goal=None, steps=None):
 
 
 def draw_mixture(axis, kernel, density):
-    """Points drawn from each component, in its colour."""
+    """Points drawn from each component, in its color."""
     covariances = kernel.tensors[1].float()
     draws = torch.randn(len(density), 150, 3, generator=torch.Generator().manual_seed(0))
     points = kernel.means.float()[:, None] + draws @ torch.linalg.cholesky(covariances).mT
-    points, colour = points.reshape(-1, 3), heat(density).repeat_interleave(150, 0)
-    scatter(axis, *camera_view(points, normals_at(points)), colour, 12)
+    points, color = points.reshape(-1, 3), heat(density).repeat_interleave(150, 0)
+    scatter(axis, *camera_view(points, normals_at(points)), color, 12)
 
 
 def draw_graph(axis, points, pairs, density):

@@ -25,7 +25,7 @@ from qattn.pictures import camera_view, light
 from qattn.shapes import CREATURE_PARTS, creature, creature_parts, posed
 
 K = len(CREATURE_PARTS)
-COLOURS = torch.tensor(
+COLORS = torch.tensor(
     [[72, 76, 82], [98, 78, 30], [87, 33, 31], [45, 72, 37], [30, 52, 80], [63, 44, 77], [96, 55, 70]]
 ).div(100)
 POSE = {"bend": 0.5, "stretch": 0.15}
@@ -147,14 +147,14 @@ def networks():
 
 def train(network, rate, steps):
     """A function that takes one step on points (B, N, 3), parts (B, N) and masses (B, N)."""
-    optimiser = torch.optim.AdamW(network.parameters(), rate, weight_decay=1e-4)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, rate, total_steps=steps, pct_start=0.1)
+    optimizer = torch.optim.AdamW(network.parameters(), rate, weight_decay=1e-4)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps, pct_start=0.1)
 
     def step(points, parts, mass):
         loss = cross_entropy(network(points, points, mass).flatten(0, 1), parts.flatten())
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
-        optimiser.step()
+        optimizer.step()
         schedule.step()
 
     return step
@@ -178,8 +178,8 @@ def draw(axis, animal, parts, title):
     view, facing = camera_view(animal.points @ animal.turn, animal.normals @ animal.turn)
     order = torch.argsort(view[:, 2])
     order = order[facing[order, 2] > -0.2]  # the near ones last
-    colours = (COLOURS[parts] * light(facing)).clamp(0, 1)
-    axis.scatter(*view[order, :2].T, c=colours[order], s=9e4 * animal.mass[order], linewidths=0, clip_on=False)
+    colors = (COLORS[parts] * light(facing)).clamp(0, 1)
+    axis.scatter(*view[order, :2].T, c=colors[order], s=9e4 * animal.mass[order], linewidths=0, clip_on=False)
     axis.set_aspect("equal")
     axis.axis("off")
     axis.set_title(title, fontsize=14)
@@ -233,7 +233,7 @@ def main():
                     draw(axis, animals[0], found[0], f"{name}: {each[0, 0]:.0%}")
             line = ""
             print()
-    dots = [plt.Line2D([], [], ls="", marker="o", ms=10, color=colour) for colour in COLOURS.tolist()]
+    dots = [plt.Line2D([], [], ls="", marker="o", ms=10, color=color) for color in COLORS.tolist()]
     figure.legend(dots, CREATURE_PARTS, loc="outside lower center", ncols=K, frameon=False, fontsize=14)
     figure.savefig(options.output, dpi=80)
     print(f"wrote {options.output}")

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Attended", "Derivatives", "PairSums", "balanced", "merge", "power_of_2", "sized"]
+__all__ = ["Attended", "Derivatives", "PairSums", "PairTerms", "balanced", "merge", "power_of_2", "sized"]
 
 _MIN_SIZE = 1e-6  # of the largest row, for rows that are 0 but have a derivative
 
@@ -38,6 +38,26 @@ class Derivatives(NamedTuple):
     total: Tensor
     first: Tensor
     second: Tensor
+
+
+class PairTerms(NamedTuple):
+    """Terms s̄_ij = p_ij R_i · S_j with p_ij = exp(s_ij − shift_i), and which sums of them are needed.
+
+    Attributes:
+        row: Rows R (B, N, C).
+        column: Columns S (B, M, C).
+        shift: Shifts (B, N).
+        by_points: Whether sums with k_j − q_i are needed; they are 0 otherwise.
+        by_column: Whether sums over queries are needed.
+        num_values: Number of channels C′ of R for which Σ_i p_ij R_i is needed.
+    """
+
+    row: Tensor
+    column: Tensor
+    shift: Tensor
+    by_points: bool = True
+    by_column: bool = False
+    num_values: int = 0
 
 
 class PairSums(NamedTuple):

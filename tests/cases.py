@@ -48,7 +48,7 @@ CASES = [
 
 
 def make(case: Case, dtype: torch.dtype, device: str = "cpu") -> dict[str, Tensor | None]:
-    """Points within ten bandwidths of their centre, as the tolerances of the backends assume."""
+    """Points within ten bandwidths of their center, as the tolerances of the backends assume."""
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*case.batch, *shape, dtype=torch.float64)

@@ -144,7 +144,7 @@ def batches_and_heads(method):
 
 
 def gradients(method):
-    """By points, σ, masses and signal, through the normalisation; and of second order, where that is quick."""
+    """By points, σ, masses and signal, through the normalization; and of second order, where that is quick."""
     N, tol = 90, TOL[method]
     given = cloud(N)
     weights = torch.randn(N, 2, dtype=torch.float64)

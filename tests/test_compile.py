@@ -22,7 +22,7 @@ def test_compiled_code_gives_the_same_result_and_gradient():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_compiled_code_that_normalises():
+def test_compiled_code_that_normalizes():
     points = torch.randn(60, 3, requires_grad=True)
 
     def loss(points):

@@ -9,6 +9,7 @@ from cases import slow
 from fake_cuda import Indexing, Recorder
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from qattn.attended import PairTerms
 from qattn.attention import sdpa
 from qattn.attention.inputs import Inputs
 from qattn.lift import Extent
@@ -74,7 +75,8 @@ def test_backward_of_memory_efficient_attention(channels):
         assert sdpa.Sdpa().can_differentiate(inputs)
         row, column = (x.new_empty(2, n, channels) for x, n in ((inputs.query, 50), (inputs.key, 70)))
         shift = row.new_empty(2, 50)
-        sums = sdpa.Sdpa().pair_sums(inputs, row, column, shift, by_points=True, by_column=True, num_values=channels)
+        terms = PairTerms(row, column, shift, by_column=True, num_values=channels)
+        sums = sdpa.Sdpa().pair_sums(inputs, terms)
         [(name, arguments, options, result)] = recorder.calls
         assert "_scaled_dot_product_efficient_attention_backward" in name
         *tensors, mask, averages, lse, _, _, dropout, needed = arguments

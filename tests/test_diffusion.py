@@ -48,7 +48,7 @@ def weighted_mean(values, mass):
 @pytest.mark.parametrize("dtype", [slow(torch.float32), torch.float64], ids=str)
 @settings(deadline=None, max_examples=60)
 @given(cloud=clouds())
-def test_laws_of_the_sinkhorn_normalisation(dtype, cloud):
+def test_laws_of_the_sinkhorn_normalization(dtype, cloud):
     points, sigma, mass = cloud
     tolerance = TOLERANCE[dtype]
     q = diffusion(points.to(dtype), sigma, mass.to(dtype), tol=tolerance, solver=Solver(max_iter=200))
@@ -73,7 +73,7 @@ def test_laws_of_the_sinkhorn_normalisation(dtype, cloud):
 
 
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
-def test_each_normalisation_is_what_its_formula_says(normalization):
+def test_each_normalization_is_what_its_formula_says(normalization):
     points, mass = torch.randn(40, 3, dtype=torch.float64), torch.rand(40, dtype=torch.float64) + 0.1
     K = torch.exp(-(torch.cdist(points, points) ** 2) / (2 * 0.7**2))
     q = diffusion(points, 0.7, mass, normalization=normalization, tol=1e-12)
@@ -97,7 +97,7 @@ def test_each_normalisation_is_what_its_formula_says(normalization):
     torch.testing.assert_close(q.power(3, signal), expected @ expected @ expected @ signal, rtol=1e-9, atol=1e-9)
     assert q.num_iter == {"row": 1, "symmetric": 1, "none": 0}.get(normalization, q.num_iter)
     assert q.converged
-    # the symmetrised operator of SciPy has the spectrum of Q
+    # the symmetrized operator of SciPy has the spectrum of Q
     symmetric = q.to_scipy(symmetric=True) @ np.eye(40)
     np.testing.assert_allclose(symmetric, symmetric.T, atol=1e-12)
     np.testing.assert_allclose(

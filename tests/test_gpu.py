@@ -97,7 +97,7 @@ def test_a_diffusion_there_is_the_diffusion_here():
         assert there.marginal_error.device.type == there.potential.device.type == "cuda"
 
 
-def test_gradients_through_the_normalisation():
+def test_gradients_through_the_normalization():
     def gradient(device):
         points = torch.linspace(0, 3, 600, device=device).sin().reshape(200, 3).requires_grad_()
         return torch.autograd.grad((diffusion(points, 0.5, tol=1e-5) @ points.square()).sum(), points)[0].cpu()

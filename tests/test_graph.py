@@ -89,7 +89,7 @@ def test_a_sparse_similarity_is_its_matrix(form):
 
 
 def test_the_star_of_the_paper():
-    """Figure 2: a Dirac on a leaf keeps 0.625 of its mass with rows normalised, 0.75 symmetrically, all by Sinkhorn."""
+    """Figure 2: a Dirac on a leaf keeps 0.625 of its mass with rows normalized, 0.75 symmetrically, all by Sinkhorn."""
     kernel = 0.5 * GraphKernel(STAR)
     dirac = torch.zeros(5, dtype=torch.float64)
     dirac[1] = 1

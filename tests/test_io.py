@@ -164,7 +164,7 @@ def test_splats_give_what_their_kernel_takes(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["scan.las", "new.las", "scan.laz"])
-def test_las_coordinates_keep_their_millimetres(tmp_path, name):
+def test_las_coordinates_keep_their_millimeters(tmp_path, name):
     cloud = read(tmp_path, name)
     assert np.abs(cloud.coordinates - (UTM + X)).max() < 1e-4
     assert np.abs(cloud.points + cloud.offset - (UTM + X)).max() < 1e-4

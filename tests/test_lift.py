@@ -53,7 +53,7 @@ def test_full_lift_without_a_row_potential():
     torch.testing.assert_close(lifted_query @ lifted_key.mT, score(query, key), rtol=0, atol=1e-12)
 
 
-def test_centring_moves_the_mean_of_the_keys_to_the_origin():
+def test_centering_moves_the_mean_of_the_keys_to_the_origin():
     query, key = cloud(20, 30)
     moved_query, moved_key = center(query + 100, key + 100)
     torch.testing.assert_close(moved_key.mean(1), torch.zeros(2, 3, dtype=torch.float64), rtol=0, atol=1e-12)

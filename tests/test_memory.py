@@ -33,7 +33,7 @@ print(peak() - before)
 
 @pytest.mark.slow
 def test_a_training_step_of_20_000_points_stays_under_a_gigabyte():
-    """Through the normalisation, by points and σ, with 8 channels; one N × N matrix would be 1.6 GB."""
+    """Through the normalization, by points and σ, with 8 channels; one N × N matrix would be 1.6 GB."""
     run = subprocess.run([sys.executable, "-c", TRAINING], capture_output=True, text=True, check=True)
     assert float(run.stdout) < 1000
 
@@ -60,7 +60,7 @@ print(peak() - before)
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "sigma"), [("tiles", 0.01), ("fourier", 0.2)])
 def test_300_000_points_by_tiles_and_fourier(method, sigma):
-    """Less than a kilobyte a point: a graph of 100 neighbours with weights would alone take 1.2."""
+    """Less than a kilobyte a point: a graph of 100 neighbors with weights would alone take 1.2."""
     run = subprocess.run([sys.executable, "-c", MANY, method, str(sigma)], capture_output=True, text=True, check=True)
     assert float(run.stdout) < 300
 

@@ -98,7 +98,7 @@ def test_errors_of_a_ragged_batch_leave_out_the_padding():
 
 @pytest.mark.parametrize("method", ["tiles", slow("fourier")])
 def test_gradients_agree_with_exact_ones(method):
-    """By points, σ, masses and signal, through the normalisation, with a batch and heads."""
+    """By points, σ, masses and signal, through the normalization, with a batch and heads."""
     generator = torch.Generator().manual_seed(0)
     points = torch.stack([sphere(500), sphere(500)])
     mass = torch.rand(2, 1, 500, dtype=torch.float64, generator=generator) + 0.1

@@ -31,7 +31,7 @@ def dense_operator(points, sigma, mass, content=None, steps=200):
 
 
 def exact(module):
-    """In float64, and normalised as far as it goes."""
+    """In float64, and normalized as far as it goes."""
     for layer in module.modules():
         if isinstance(layer, QDiffusion):
             layer.tol = 1e-12

@@ -234,3 +234,13 @@ def test_the_command_answers(command):
     assert run.stdout.strip() == qattn.__version__
     run = subprocess.run([*command, "--help"], capture_output=True, text=True, check=True)
     assert "doctor" in run.stdout
+
+
+def test_spelling_is_american_everywhere():
+    """In pages, examples, benchmarks and tests too; the table of old names in the changelog keeps them."""
+    repository = ROOT.parent
+    folders = [repository / name for name in ("docs", "examples", "benchmarks", "tests", "conformance")]
+    files = [path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".md")]
+    assert len(files) > 100
+    found = {path.name: BRITISH.findall(path.read_text()) for path in files if path.name != "test_package.py"}
+    assert not {name: words for name, words in found.items() if words}

@@ -78,7 +78,7 @@ def test_boxes_hold_their_points_and_tops_their_weights(n):
     beta = weights.beta.reshape(2, -1, TILE) * torch.tensor([1.0, 4.0])[:, None, None]
     sorted_bias = torch.nn.functional.pad(tiles.sort(bias), (0, tiles.tiles * TILE - n), value=-torch.inf)
     torch.testing.assert_close(beta.flatten(1) * math.log(2), sorted_bias)
-    tops = weights.nodes.reshape(2, -1)
+    tops = weights.nodes().reshape(2, -1)
     corner = tiles.points.reshape(2, -1, 3)
     leaves = tree.parts.reshape(2, -1, 6)
     for part in range(leaves.shape[1]):

@@ -147,7 +147,7 @@ def test_any_voxels_are_their_matrix(shape, density, sigma, seed):
     check(kernel, dense(kernel), spread=5.0)
 
 
-def test_agrees_with_the_gaussian_kernel_of_the_centres():
+def test_agrees_with_the_gaussian_kernel_of_the_centers():
     kernel = VoxelKernel(MASKS["islands"], 0.4, [0.1, 0.2, 0.15])
     points = GaussianKernel(kernel.points, 0.4)
     bias, value = torch.randn(kernel.shape[0]), torch.randn(kernel.shape[0], 4)
@@ -306,7 +306,7 @@ def test_biases_beyond_single_precision(span):
 
 
 def test_absent_voxels():
-    """Far from all mass, at any distance, a voxel without mass has a finite lse, and the normalisation no NaN."""
+    """Far from all mass, at any distance, a voxel without mass has a finite lse, and the normalization no NaN."""
     mask = torch.zeros(400, 3)
     mask[:5], mask[30], mask[200, 1], mask[399, 0] = 1, 1, 1, 1
     kernel = VoxelKernel(mask.double(), 1.0)
@@ -354,7 +354,7 @@ def test_gradients():
 
 
 @pytest.mark.slow
-def test_gradients_through_the_normalisation():
+def test_gradients_through_the_normalization():
     weights = random_mask(5, 12, density=0.12).double() * (torch.rand(5, 12, dtype=torch.float64) + 0.5)
     sigma = torch.tensor(1.3, dtype=torch.float64, requires_grad=True)
     signal = torch.randn(int((weights > 0).sum()), 2, dtype=torch.float64, requires_grad=True)
@@ -512,8 +512,8 @@ def test_points_are_the_same_kernel(name):
 
 
 def test_shells_go_by_points_and_solids_by_blocks():
-    centres = torch.cartesian_prod(*3 * [torch.arange(40) - 19.5]).reshape(40, 40, 40, 3).norm(dim=-1)
-    shell, solid = qattn.VoxelKernel((centres - 19).abs() < 0.5, 2.0), qattn.VoxelKernel(centres < 19, 2.0)
+    centers = torch.cartesian_prod(*3 * [torch.arange(40) - 19.5]).reshape(40, 40, 40, 3).norm(dim=-1)
+    shell, solid = qattn.VoxelKernel((centers - 19).abs() < 0.5, 2.0), qattn.VoxelKernel(centers < 19, 2.0)
     assert (shell.method, solid.method) == ("points", "blocks")
     assert "GaussianKernel" in str(shell)
     assert float(shell.error()) < 1e-3

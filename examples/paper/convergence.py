@@ -97,7 +97,7 @@ def main():
             max(plain) <= 10 and all(few <= many for many, few in counts),
         ),
         (
-            "one update, the usual normalisation, leaves 1 to 5%",
+            "one update, the usual normalization, leaves 1 to 5%",
             f"{min(firsts):.1%} to {max(firsts):.1%}, {usual:.1%} in the median",
             0.01 <= usual <= 0.05 and min(firsts) >= 0.005 and max(firsts) <= 0.08,
         ),

@@ -8,7 +8,7 @@ turned about the vertical at random. All have the same blocks, gradients, width,
 rates each. They differ in how features spread:
 
 - spectral, as in DiffusionNet: Φ exp(−tλ) Φᵀ M f, with k eigenvectors of `robust_laplacian`, a learned t a channel;
-- Q-DiffNet: Q² f, normalised as it goes, with masses by density, a learned bandwidth σ a head of channels.
+- Q-DiffNet: Q² f, normalized as it goes, with masses by density, a learned bandwidth σ a head of channels.
 
 They learn from whole creatures and are tested on new ones: whole, without a limb or the head, and cut by a plane. What
 is missing changes operators and signatures; with the signatures of the whole creature in their place, it is the
@@ -70,7 +70,7 @@ class Cloud(NamedTuple):
 
 
 def cloud(seed, missing, options):
-    """A creature with a pose and a sample of its own, of which something is missing, about its own centre."""
+    """A creature with a pose and a sample of its own, of which something is missing, about its own center."""
     dense, _ = creature(8 * options.points, seed)
     home = dense[spread(dense, options.points, 0)]
     points = posed(home, seed, **POSE)
@@ -234,7 +234,7 @@ class Matches:
 
 
 def draw(tests, found, errors, options):
-    """A creature, whole and cut, coloured by where its points were found; and errors, a dot for each seed."""
+    """A creature, whole and cut, colored by where its points were found; and errors, a dot for each seed."""
     picture = figure(17, 7)
     axes = picture.subplots(2, 4, width_ratios=[1, 1, 1, 0.8])
     # One whose cut is neither the easiest nor the hardest for the two together.
@@ -248,13 +248,13 @@ def draw(tests, found, errors, options):
             home, error = (each[shown] for each in found["WKS", name][missing])
             homes[f"{name}, {error:.1f}%"] = home
         for axis, (title, home) in zip(row, homes.items(), strict=False):
-            colours = (0.25 + 0.75 * (home - low) / (high - low)).clamp(0, 1)
-            scatter(axis, view, facing_normals(view), colours, 60_000 / options.points, title=title)
+            colors = (0.25 + 0.75 * (home - low) / (high - low)).clamp(0, 1)
+            scatter(axis, view, facing_normals(view), colors, 60_000 / options.points, title=title)
     for axis, inputs in zip(axes[:, -1], INPUTS, strict=True):
-        for side, name, colour in zip((-0.2, 0.2), COMPARED, ("C1", "C0"), strict=True):
+        for side, name, color in zip((-0.2, 0.2), COMPARED, ("C1", "C0"), strict=True):
             table = errors[inputs, name].numpy()  # (seeds, kinds)
             places = [place + side for place in range(len(MISSING))]
-            axis.bar(places, table.mean(0), 0.38, color=colour, label=name)
+            axis.bar(places, table.mean(0), 0.38, color=color, label=name)
             axis.plot(places, table.T, ".", color="0.2", markersize=5)
         axis.set(xticks=range(len(MISSING)), xticklabels=MISSING.values(), ylabel="geodesic error in %")
         axis.set_title(f"given {inputs}", fontsize=13)

@@ -1,6 +1,6 @@
 """Flows down the gradient of the Energy Distance, smoothed or not: figure 4 and appendix H of the paper.
 
-Points of a small rectangle, coloured by where they start, move to those of a shape: x ← x − η N L ∇E. L is the
+Points of a small rectangle, colored by where they start, move to those of a shape: x ← x − η N L ∇E. L is the
 identity, the Gaussian kernel K, divided by the mean sum of its rows at the start, or Q, at two bandwidths. The paper
 takes its target from an image of another library, and here it is a ribbon and a disc; the gradient that it prints has
 the wrong sign. Chamfer distances are of squares, as is usual; the paper does not say whether its are.
@@ -46,10 +46,10 @@ def to_nearest(points, others):
     return cKDTree(others.numpy()).query(points.numpy())[0]
 
 
-def draw(axis, points, colours, target, title):
+def draw(axis, points, colors, target, title):
     size = 4000 / len(points)
     axis.scatter(*target.T, s=size, c="#b9d3ec", linewidths=0)
-    axis.scatter(*points.T, s=size, c=colours, linewidths=0)
+    axis.scatter(*points.T, s=size, c=colors, linewidths=0)
     axis.set(xlim=(0, 1), ylim=(0, 1), xticks=[], yticks=[], aspect="equal")
     axis.set_title(title, fontsize=12)
 
@@ -74,8 +74,8 @@ def main():
     picture = figure(17, 8.9)
     picture.set_layout_engine("none")  # the curves' ticks would push the columns apart
     grid = picture.add_gridspec(3, 6, left=0.005, right=0.995, bottom=0.005, top=0.97, wspace=0.03, hspace=0.1)
-    colours = colormap("rainbow", (source[:, 0] - source[:, 0].min()) / (source[:, 0].max() - source[:, 0].min()))
-    draw(picture.add_subplot(grid[0, 0]), source, colours, target, "source and target")
+    colors = colormap("rainbow", (source[:, 0] - source[:, 0].min()) / (source[:, 0].max() - source[:, 0].min()))
+    draw(picture.add_subplot(grid[0, 0]), source, colors, target, "source and target")
     curves = picture.add_axes((0.705, 0.72, 0.285, 0.25))
     places = {
         "identity": (0, 1),
@@ -118,12 +118,12 @@ def main():
         for share in (0.02, 0.1, 1):
             kept = round(share * (len(way.steps) - 1))
             axis = picture.add_subplot(grid[at, column])
-            draw(axis, way.positions[kept], colours, target, f"{name}, step {int(way.steps[kept]):,}")
+            draw(axis, way.positions[kept], colors, target, f"{name}, step {int(way.steps[kept]):,}")
             column += 1
     fresh = float(chamfer_distance(other, target)), float(chamfer_distance(other, target, power=1))
     print(f"{'other points':14} {'':9} {'':12} {fresh[0]:9.1e} {fresh[1]:8.4f}")
     curves.axhline(fresh[0], color="0.7", lw=0.8)
-    curves.set_title("Chamfer distance by steps; grey, other points of the target", fontsize=11)
+    curves.set_title("Chamfer distance by steps; gray, other points of the target", fontsize=11)
     curves.legend(frameon=False, fontsize=9)
     picture.savefig(options.output, dpi=100)
     print(f"wrote {options.output}")
@@ -137,7 +137,7 @@ def main():
         return print("\nToo few steps to judge: flows are still on their way.")
     report(
         (
-            "σ = 0.07: normalising converges faster than the plain gradient and the raw kernel",
+            "σ = 0.07: normalizing converges faster than the plain gradient and the raw kernel",
             "steps to a hundredth of the distance at first: "
             f"Q {q['steps']}, identity {plain['steps']}, K {k['steps'] or 'never'}",
             first < min(others),

@@ -5,7 +5,7 @@ Euler steps of 0.1, and L-BFGS on the first momenta so that vertices arrive at t
 then goes on to t = 1.5, and back to −0.5. No edge of the mesh is used; its faces measure areas. A mixture of Gaussians
 stands for the mesh as six points a component, at x ± s_k e_k, and carries the vertices along.
 
-Colours are areas of faces, or of the ellipsoids, relative to the source: blue has shrunk, red has grown, and both are
+Colors are areas of faces, or of the ellipsoids, relative to the source: blue has shrunk, red has grown, and both are
 full at a factor of 2. Meshes with the same vertices in the same order are taken by `--source` and `--target`.
 
 How stable areas are with Q depends on the pose, so what is asked is that they range less than with K. They did in all
@@ -66,7 +66,7 @@ def files(*paths):
 
 
 def in_unit_sphere(source, target):
-    """Both about their centres, in units of the radius of the source."""
+    """Both about their centers, in units of the radius of the source."""
     source, target = source - source.mean(0), target - target.mean(0)
     radius = source.norm(dim=1).max()
     return (source / radius).float(), (target / radius).float()
@@ -121,7 +121,7 @@ def ellipsoids(points):
 
 
 def drawn(name, found, faces, t):
-    """Vertices, faces, and the areas that colour them: of a whole ellipsoid for each of its faces."""
+    """Vertices, faces, and the areas that color them: of a whole ellipsoid for each of its faces."""
     if "mixture" not in name:
         return found.vertices[found.at(t)], faces, areas(found.vertices[found.at(t)], faces)
     mesh = ellipsoids(found.positions[found.at(t)])

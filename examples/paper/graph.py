@@ -1,4 +1,4 @@
-"""A Dirac on a graph of five vertices by four normalisations: figure 2 of the paper.
+"""A Dirac on a graph of five vertices by four normalizations: figure 2 of the paper.
 
 The Dirac sits on a vertex whose one edge leads to a hub of degree 4, and K = ½(D + A). Of its mass
 
@@ -7,7 +7,7 @@ The Dirac sits on a vertex whose one edge leads to a hub of degree 4, and K = ½
 
 whatever edges join the other three, and both figures of the paper say that its graph is one of those. Its spectral
 method is the heat kernel e^{−tΔ}, Δ = D − A, in 4 of its 5 eigenvectors: all of the mass remains, and the other three
-get 1/5 − e^{−t}/4 each, which is negative for t < log 5/4. Sinkhorn's normalisation keeps mass and sign.
+get 1/5 − e^{−t}/4 each, which is negative for t < log 5/4. Sinkhorn's normalization keeps mass and sign.
 """
 
 import argparse
@@ -37,14 +37,14 @@ def adjacency(among_others):
 def diffused(A, t):
     """The Dirac as it is, and after one step of each operator, shape (5,) each."""
     dirac = torch.eye(5, dtype=torch.float64)[DIRAC]
-    kernel = qattn.GraphKernel(A)  # D + A: the factor ½ is normalised out
+    kernel = qattn.GraphKernel(A)  # D + A: the factor ½ is normalized out
     steps = {"input": dirac}
     for normalization in ("row", "symmetric", "sinkhorn"):
         steps[normalization] = (
             qattn.diffusion(kernel, normalization=normalization, tol=1e-13, solver=qattn.Solver(max_iter=200)) @ dirac
         )
     laplacian = torch.diag(A.sum(1)) - A
-    heat = qattn.diffusion(qattn.MatrixKernel(torch.matrix_exp(-t * laplacian)), tol=1e-13)  # nothing to normalise
+    heat = qattn.diffusion(qattn.MatrixKernel(torch.matrix_exp(-t * laplacian)), tol=1e-13)  # nothing to normalize
     steps["spectral"] = qattn.eigsh(heat, 4).power(1, dirac)
     return {name: steps[name] for name in SAID}
 
@@ -98,8 +98,8 @@ def main():
     exact = 1 / 5 - math.exp(-options.time) / 4
     is_exact = bool((ringing - exact).abs().max() < 1e-9)
     report(
-        ("row normalisation leaves a mass of 0.62", *all_are("row", 0.625)),
-        ("symmetric normalisation leaves 0.75", *all_are("symmetric", 0.75)),
+        ("row normalization leaves a mass of 0.62", *all_are("row", 0.625)),
+        ("symmetric normalization leaves 0.75", *all_are("symmetric", 0.75)),
         ("the spectral method keeps the mass", *all_are("spectral", 1.0)),
         (
             "... and gets negative",

@@ -1,6 +1,6 @@
-"""How long normalising takes against a sparse LU of M + tL: table 1 and the table of appendix F of the paper.
+"""How long normalizing takes against a sparse LU of M + tL: table 1 and the table of appendix F of the paper.
 
-Points of a generated surface, σ = 2.2 spacings and t = σ²/2. qattn builds the kernel, normalises it to a mean |Q1 − 1|
+Points of a generated surface, σ = 2.2 spacings and t = σ²/2. qattn builds the kernel, normalizes it to a mean |Q1 − 1|
 of 1e-3 and applies it, in one figure. Its peers are those of `benchmarks/million.py`, each in a process of its own;
 what is built before is in brackets, as in the paper: the symmetric k-NN graph before 5 iterations on it, the Laplacian
 before LU and solve. Up to `--pairs` points there are also the paper's 5 iterations over all pairs by PyKeOps, on this
@@ -48,7 +48,7 @@ PAIRS = "PyKeOps, all pairs"
 
 def measured(points, folder, options):
     """Rows by name: of qattn and its peers, as far as they end."""
-    path, sigma = Path(folder) / f"{len(points)}.npy", million.NEIGHBOURS * million.spacing(points)
+    path, sigma = Path(folder) / f"{len(points)}.npy", million.NEIGHBORS * million.spacing(points)
     np.save(path, points.numpy())
     rows = {name: million.measure(name, path, sigma, options.limit) for name in million.CANDIDATES}
     if len(points) <= options.pairs and importlib.util.find_spec("pykeops"):
@@ -100,11 +100,11 @@ def draw(found, path):
     said = {"qattn": ("the paper: V100, all pairs", {N: lu / gpu for N, (gpu, lu) in TABLE_1.items()})}
     for number, (k, name) in enumerate(GRAPHS.items(), 1):
         said[name] = f"the paper: k = {k}", {N: row[0] / sum(row[number]) for N, row in APPENDIX_F.items()}
-    for colour, (name, (label, speedups)) in zip(("C0", "C1", "C2"), said.items(), strict=True):
+    for color, (name, (label, speedups)) in zip(("C0", "C1", "C2"), said.items(), strict=True):
         both = {N: rows for N, rows in found.items() if {EULER, name} <= rows.keys()}
         here = {N: rows[EULER]["run"] / rows[name]["seconds"] for N, rows in both.items()}
-        right.plot(speedups.keys(), speedups.values(), "s--", color=colour, alpha=0.4, label=label)
-        right.plot(here.keys(), here.values(), "o-", color=colour, label=f"here: {name}")
+        right.plot(speedups.keys(), speedups.values(), "s--", color=color, alpha=0.4, label=label)
+        right.plot(here.keys(), here.values(), "o-", color=color, label=f"here: {name}")
     right.axhline(1, color="0.6", lw=0.8)
     right.set(xscale="log", yscale="log", xlabel="points", ylabel="times as fast as LU and solve")
     right.set_title("against a sparse LU", fontsize=11)

@@ -65,7 +65,7 @@ def ball(degree):
 
 
 def fractions(mesh, spacing, parts=5):
-    """How much of each voxel is inside, by smaller ones that count half at the surface; and the centre of the first."""
+    """How much of each voxel is inside, by smaller ones that count half at the surface; and the center of the first."""
     solid, surface = (voxelize(mesh, spacing / parts) for voxelize in (voxelize_solid, voxelize_surface))
     low = np.rint(solid.origin * parts / spacing).astype(int) + parts // 2  # a multiple of `parts` starts a voxel
     before = low % parts

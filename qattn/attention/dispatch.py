@@ -2,9 +2,7 @@
 
 from dataclasses import replace
 
-from torch import Tensor
-
-from qattn.attended import Attended, PairSums
+from qattn.attended import Attended, PairSums, PairTerms
 from qattn.attention.engine import Backend, Engine, Fused
 from qattn.attention.flash_attn import FlashAttn
 from qattn.attention.flex import Flex
@@ -89,22 +87,10 @@ class Dispatch(Engine, Fused):
         backend = self._backend(inputs)
         return isinstance(backend, Fused) and backend.is_direct(inputs)
 
-    def pair_sums(
-        self,
-        inputs: Inputs,
-        row: Tensor,
-        column: Tensor,
-        shift: Tensor,
-        *,
-        by_points: bool,
-        by_column: bool,
-        num_values: int,
-    ) -> PairSums:
+    def pair_sums(self, inputs: Inputs, terms: PairTerms) -> PairSums:
         backend = self._backend(inputs)
         assert isinstance(backend, Fused)
-        return backend.pair_sums(
-            inputs, row, column, shift, by_points=by_points, by_column=by_column, num_values=num_values
-        )
+        return backend.pair_sums(inputs, terms)
 
 
 def _message(inputs: Inputs, name: str) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qattn.attended import Attended, Derivatives, PairSums
+from qattn.attended import Attended, Derivatives, PairSums, PairTerms
 from qattn.attention.engine import Backend
 from qattn.attention.inputs import Inputs
 from qattn.lift import absent_bias, lift, pad, part_dtype, scale_values, split_columns, split_lift
@@ -131,9 +131,7 @@ def prepare(inputs: Inputs, *, split: bool, multiple: int) -> DotProduct:
 Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
-def pair_sums_by(
-    backward: Backward, inputs: Inputs, row: Tensor, column: Tensor, shift: Tensor, num_values: int
-) -> PairSums:
+def pair_sums_by(backward: Backward, inputs: Inputs, terms: PairTerms) -> PairSums:
     """Compute sums over pairs by the backward of a dot-product kernel.
 
     For cotangents R, values S and averages that are 0, a kernel computes Σ_j s̄_ij k̃_j, Σ_i s̄_ij q̃_i and Σ_i p_ij R_i,
@@ -145,11 +143,9 @@ def pair_sums_by(
         backward: Function from grad, query, key, value (B, ·, E) and lse (B, N) to the cotangents of query, key and
             value.
         inputs: Points, bandwidths and biases.
-        row: Rows R (B, N, C).
-        column: Columns S (B, M, C).
-        shift: Shifts (B, N).
-        num_values: Number of channels of R for which Σ_i p_ij R_i is needed.
+        terms: Rows R, columns S and shifts; all sums are taken.
     """
+    row, column, shift = terms[:3]
     query, key = inputs.embedded  # in units of σ
     D, dtype = query.shape[-1], inputs.dtype
     bias = inputs.biases.detach().to(dtype)
@@ -172,5 +168,5 @@ def pair_sums_by(
         Derivatives(total, scale[..., None] * first, scale**2 * second),
         column_total,
         scale[..., None] * column_first,
-        by_value[..., :num_values],
+        by_value[..., : terms.num_values],
     )

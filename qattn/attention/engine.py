@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from qattn.attended import Attended, Derivatives, PairSums
+from qattn.attended import Attended, Derivatives, PairSums, PairTerms
 from qattn.attention.inputs import Inputs
 from qattn.ranks import ALONE, Ranks
 
@@ -71,31 +71,11 @@ class Fused(Differentiating):
     """Engines that take the sums over keys and those over queries in one pass over pairs."""
 
     @abstractmethod
-    def pair_sums(
-        self,
-        inputs: Inputs,
-        row: Tensor,
-        column: Tensor,
-        shift: Tensor,
-        *,
-        by_points: bool,
-        by_column: bool,
-        num_values: int,
-    ) -> PairSums:
-        """Compute the sums of `differentiate`, and those over queries.
-
-        Args:
-            inputs: As in `differentiate`.
-            row: Rows R (B, N, C).
-            column: Columns S (B, M, C).
-            shift: Shifts (B, N).
-            by_points: Whether sums with k_j − q_i are needed; they are 0 otherwise.
-            by_column: Whether the sums over queries are needed.
-            num_values: Number of channels C′ of R for which Σ_i p_ij R_i is needed.
-        """
+    def pair_sums(self, inputs: Inputs, terms: PairTerms) -> PairSums:
+        """Compute the sums of `differentiate`, and those over queries. The values of the inputs are ignored."""
 
     def differentiate(self, inputs: Inputs, row: Tensor, column: Tensor, shift: Tensor) -> Derivatives:
-        return self.pair_sums(inputs, row, column, shift, by_points=True, by_column=False, num_values=0).rows
+        return self.pair_sums(inputs, PairTerms(row, column, shift)).rows
 
 
 class Backend(Engine):

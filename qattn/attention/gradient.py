@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from qattn.attended import Attended, Derivatives, PairSums, balanced, power_of_2, sized
+from qattn.attended import Attended, Derivatives, PairSums, PairTerms, balanced, power_of_2, sized
 from qattn.attention.engine import Differentiating, Engine, Fused
 from qattn.attention.inputs import Inputs
 
@@ -168,8 +168,7 @@ class _Sides:
         """Take all sums in one pass."""
         row, column, size = balanced(self._row, self._column)
         unit = power_of_2(row)  # (B, 1, 1)
-        (total, first, second), column_total, column_first, values = engine.pair_sums(
-            self.inputs,
+        terms = PairTerms(
             row / unit,
             column,
             self._shift,
@@ -177,6 +176,7 @@ class _Sides:
             by_column=needs.key or needs.bias,
             num_values=row.shape[-1] - 1 if needs.value else 0,
         )
+        (total, first, second), column_total, column_first, values = engine.pair_sums(self.inputs, terms)
         return PairSums(
             Derivatives(unit[..., 0] * total, unit * first, unit[..., 0] * second),
             None if column_total is None else unit[..., 0] * column_total,

@@ -7,9 +7,8 @@ use for each dtype and dimension, and the machine code is cached on disk.
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
-from qattn.attended import Attended, PairSums
+from qattn.attended import Attended, PairSums, PairTerms
 from qattn.attention.engine import Backend, Fused
 from qattn.attention.inputs import Inputs
 from qattn.tiles import gaussian
@@ -48,29 +47,8 @@ class Native(Backend, Fused):
     def can_differentiate(self, inputs: Inputs) -> bool:
         return True
 
-    def pair_sums(
-        self,
-        inputs: Inputs,
-        row: Tensor,
-        column: Tensor,
-        shift: Tensor,
-        *,
-        by_points: bool,
-        by_column: bool,
-        num_values: int,
-    ) -> PairSums:
-        clouds = _tilings(inputs)
-        return gaussian.differentiate(
-            *clouds,
-            inputs.sigma,
-            row,
-            column,
-            inputs.bias,
-            shift,
-            by_points=by_points,
-            by_column=by_column,
-            num_values=num_values,
-        )
+    def pair_sums(self, inputs: Inputs, terms: PairTerms) -> PairSums:
+        return gaussian.differentiate(*_tilings(inputs), inputs.sigma, inputs.bias, terms)
 
 
 def _tilings(inputs: Inputs) -> tuple[Tiling, Tiling]:

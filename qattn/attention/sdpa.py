@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from qattn.attended import Attended, PairSums
+from qattn.attended import Attended, PairSums, PairTerms
 from qattn.attention import dot_product
 from qattn.attention.dot_product import DotProductBackend, pair_sums_by
 from qattn.attention.engine import Fused
@@ -69,19 +69,9 @@ class Sdpa(DotProductBackend, Fused):
     def is_direct(self, inputs: Inputs) -> bool:
         return False
 
-    def pair_sums(
-        self,
-        inputs: Inputs,
-        row: Tensor,
-        column: Tensor,
-        shift: Tensor,
-        *,
-        by_points: bool,
-        by_column: bool,
-        num_values: int,
-    ) -> PairSums:
+    def pair_sums(self, inputs: Inputs, terms: PairTerms) -> PairSums:
         backward = _cpu_flash_backward if inputs.device.type == "cpu" else _cuda_efficient_backward
-        return pair_sums_by(backward, inputs, row, column, shift, num_values)
+        return pair_sums_by(backward, inputs, terms)
 
 
 def _takes_flash(inputs: Inputs) -> bool:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from qattn.attended import Attended, Derivatives, PairSums
+from qattn.attended import Attended, Derivatives, PairSums, PairTerms
 from qattn.ranks import ALONE, Ranks
 from qattn.tiles.pairs import both_sides, rounds
 from qattn.tiles.sizes import TILE
@@ -66,7 +66,7 @@ def attend(
         cutoff = _cutoff(query, key, scale, weights, tol, by_value)
     # Row sums above it are not affected by weights that count as 0.
     tiny = M * 2.0 ** simd.LOWEST[8 * dtype.itemsize] / torch.finfo(dtype).eps
-    key_tiles = _tiles_of_clouds(query, key, bias)
+    key_tiles = _tiles_of_clouds(query, key, weights)
     tensors = query.points, query.order, scale, key.columns, weights.beta, weights.top, values, key_tiles
     arrays = [x.numpy() for x in tensors]
     run = partial(gaussian.attend_tiles, *arrays, cutoff, tiny, _unrolled(query), are_few, lse.numpy(), out.numpy())
@@ -78,17 +78,11 @@ def differentiate(
     query: Tiling,
     key: Tiling,
     sigma: Tensor | None,
-    row: Tensor,
-    column: Tensor,
     bias: Tensor | None,
-    shift: Tensor,
+    terms: PairTerms,
     tol: float | None = None,
-    *,
-    by_points: bool = True,
-    by_column: bool = False,
-    num_values: int = 0,
 ) -> PairSums:
-    """Compute sums over pairs, with p_ij = exp(s_ij − shift_i) and s̄_ij = p_ij R_i · S_j.
+    """Compute sums over pairs of the terms s̄_ij = exp(s_ij − shift_i) R_i · S_j.
 
     The results are the same for any number of threads. Blocks of queries and blocks of keys meet in rounds, in each of
     which every block takes part once, so that no two threads ever add to the same sum.
@@ -97,20 +91,16 @@ def differentiate(
         query: Clouds that attend.
         key: Clouds attended to.
         sigma: Bandwidths (B,); 1 if None.
-        row: Rows R (B, N, C).
-        column: Columns S (B, M, C).
         bias: Biases (B, M) of the scores s, 0 if None.
-        shift: Shifts (B, N).
+        terms: Rows R, columns S and shifts, and the sums that are needed.
         tol: Fraction of Σ_j p_ij |S_j|, and of Σ_i p_ij |R_i|, that may be left out; None to compute all pairs.
-        by_points: Whether sums with k_j − q_i are needed; they are 0 otherwise.
-        by_column: Whether sums over queries are needed too.
-        num_values: Number of channels C′ of R for which Σ_i p_ij R_i is needed.
     """
     from qattn.tiles.loops import gaussian  # here, because importing Numba takes a while
 
     B, dtype, D = query.clouds, query.points.dtype, query.dims
     bias = torch.zeros(B, key.size, dtype=dtype) if bias is None else bias.to(dtype)
-    row, column, shift, scale = row.to(dtype), column.to(dtype), shift.to(dtype), _scale(query, sigma)
+    row, column, shift = (x.to(dtype) for x in terms[:3])
+    by_column, num_values, scale = terms.by_column, terms.num_values, _scale(query, sigma)
     weights = key.weights(bias, scale=scale)
     shift = shift - weights.top
     rows, columns = query.rows(row), key.columns_of(column)
@@ -129,7 +119,7 @@ def differentiate(
         reach = both_sides(query, key, cutoff, back)
     arrays = [x.numpy() for x in (query.points, scale, shifts, rows, key.columns, weights.beta, columns)]
     results = [x.numpy() for x in (rowwise, columnwise, values)]
-    run = partial(gaussian.differentiate_tiles, *arrays, cutoff, reach, by_points, *results)
+    run = partial(gaussian.differentiate_tiles, *arrays, cutoff, reach, terms.by_points, *results)
     share(run, *rounds(query, key))
     total, first, second = query.from_rows(rowwise).split([1, D, 1], dim=-1)
     result = PairSums(Derivatives(total[..., 0], first, second[..., 0]))
@@ -180,12 +170,12 @@ def excess(value: Tensor, bias: Tensor, ranks: Ranks = ALONE) -> Tensor:
     The means of the sizes of values (B, M, C) have the weights e^b. With a large value, a key of small weight matters
     as much as one of large weight.
     """
-    sizes, top = value.abs().to(bias.dtype), ranks.highest(bias.T)[:, None]
+    sizes, top = value.detach().abs().to(bias.dtype), ranks.highest(bias.T)[:, None]
     weights = torch.exp(bias - torch.where(top == -torch.inf, 0, top))  # (B, M)
     total = ranks.total(weights).clamp(min=1)[:, None]  # the largest weight is 1
     mean = ranks.sum(torch.einsum("bm,bmc->bc", weights, sizes)) / total
-    largest = (sizes / torch.where(mean > 0, mean, torch.inf)[:, None]).amax(-1)
-    return torch.log(largest.clamp(min=1))
+    largest = sizes.div_(torch.where(mean > 0, mean, torch.inf)[:, None]).amax(-1)
+    return largest.clamp_(min=1).log_()
 
 
 def _scale(query: Tiling, sigma: Tensor | None) -> Tensor:
@@ -194,10 +184,10 @@ def _scale(query: Tiling, sigma: Tensor | None) -> Tensor:
     return ones * FACTOR**2 if sigma is None else (FACTOR / sigma.detach().cpu().double()).square().to(ones)
 
 
-def _tiles_of_clouds(query: Tiling, key: Tiling, bias: Tensor) -> Tensor:
+def _tiles_of_clouds(query: Tiling, key: Tiling, weights: Weights) -> Tensor:
     """Return the range of key tiles of each query tile, (tiles, 2); empty for clouds without keys."""
     first = key.tiles * torch.arange(query.clouds)
-    last = torch.where(bias.isfinite().any(-1), first + key.tiles, first)
+    last = torch.where((weights.tiles > -torch.inf).any(-1), first + key.tiles, first)
     return torch.stack([first, last], dim=1).repeat_interleave(query.tiles, 0)
 
 

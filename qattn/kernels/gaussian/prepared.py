@@ -70,7 +70,7 @@ class PreparedPoints:
     def extent(self) -> Tensor:
         """Sides (d,) of a box into which each cloud fits, over all ranks."""
         points = self.clouds[1] if self.is_self else torch.cat(self.clouds, dim=-2)  # (*batch, N + M, d)
-        if self.ranks.is_alone:  # the clouds of a batch may be far apart
+        if self.ranks.is_alone and self.batch.numel() > 1:  # the clouds of a batch may be far apart
             points = points - points[..., :1, :]
         low, high = self.ranks.box(points.reshape(-1, self.dims))
         return (high - low).double()

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from qattn.attended import Attended, PairSums
+from qattn.attended import Attended, PairSums, PairTerms
 from qattn.attention.dispatch import Dispatch, select
 from qattn.attention.engine import Engine, Fused
 from qattn.attention.inputs import BlockLists, Inputs
@@ -94,19 +94,6 @@ class Tiles(Engine, Fused):
     def can_differentiate(self, inputs: Inputs) -> bool:
         return self._backend_on(inputs.device) == "native"
 
-    def pair_sums(
-        self,
-        inputs: Inputs,
-        row: Tensor,
-        column: Tensor,
-        shift: Tensor,
-        *,
-        by_points: bool,
-        by_column: bool,
-        num_values: int,
-    ) -> PairSums:
+    def pair_sums(self, inputs: Inputs, terms: PairTerms) -> PairSums:
         query, key = self._query.tiling(inputs.dtype), self._key.tiling(inputs.dtype)
-        return gaussian.differentiate(
-            query, key, inputs.sigma, row, column, inputs.bias, shift, inputs.tol,
-            by_points=by_points, by_column=by_column, num_values=num_values,
-        )  # fmt: skip
+        return gaussian.differentiate(query, key, inputs.sigma, inputs.bias, terms, inputs.tol)

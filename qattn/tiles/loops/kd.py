@@ -14,6 +14,7 @@ from qattn.tiles.compiled import compiled
 __all__ = ["sort", "split"]
 
 _SAMPLE = 33  # coordinates from which a pivot is chosen
+_FOR_SIDES = 128  # points, about, from which the longest side is found
 
 
 @njit
@@ -39,10 +40,9 @@ def _pivot(points, first, last, k, axis, sample):
 
 
 @njit
-def _select(points, order, first, last, k, axis):
+def _select(points, order, first, last, k, axis, sample):
     """Swap rows first … last − 1 until none before k lies beyond one from k on, along one axis (quickselect)."""
     last -= 1
-    sample = np.empty(_SAMPLE, points.dtype)
     while first < last:
         pivot = _pivot(points, first, last, k, axis, sample)
         i, j = first, last
@@ -65,18 +65,20 @@ def _select(points, order, first, last, k, axis):
 
 @njit
 def _longest_side(points, first, last):
+    """Return the longest side of the box of rows first … last − 1, as far as a sample of them shows."""
     axis, longest = 0, points[first, 0] - points[first, 0]
+    step = max(1, (last - first) // _FOR_SIDES)
     for c in range(points.shape[1]):
         low = high = points[first, c]
-        for i in range(first + 1, last):
+        for i in range(first + step, last, step):
             low, high = min(low, points[i, c]), max(high, points[i, c])
         if high - low > longest:
             axis, longest = c, high - low
     return axis
 
 
-@compiled
-def split(points, order, first, last, leaf):
+@njit
+def _split(points, order, first, last, leaf, sample):
     """Divide rows first … last − 1 in two, and return where the second part begins; `last` if they are one leaf.
 
     The first part has the largest number 2^n of leaves below the total, so that every aligned run of 2^n leaves is a
@@ -87,17 +89,23 @@ def split(points, order, first, last, leaf):
     size = leaf
     while 2 * size < last - first:
         size *= 2
-    _select(points, order, first, last, first + size, _longest_side(points, first, last))
+    _select(points, order, first, last, first + size, _longest_side(points, first, last), sample)
     return first + size
+
+
+@compiled
+def split(points, order, first, last, leaf):
+    """Divide rows first … last − 1 of points (N, d), and of `order` (N,) with them, as `_split` does."""
+    return _split(points, order, first, last, leaf, np.empty(_SAMPLE, points.dtype))
 
 
 @compiled
 def sort(points, order, first, last, leaf):
     """Sort the rows first … last − 1 of points (N, d), and `order` (N,) with them, into the leaves of a tree."""
-    stack = [(first, last)]
+    stack, sample = [(first, last)], np.empty(_SAMPLE, points.dtype)
     while len(stack) > 0:
         first, last = stack.pop()
-        middle = split(points, order, first, last, leaf)
+        middle = _split(points, order, first, last, leaf, sample)
         if middle < last:
             stack.append((first, middle))
             stack.append((middle, last))
