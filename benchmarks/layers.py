@@ -17,6 +17,7 @@ import time
 import torch
 from _measure import environment, finding, in_its_own_process, once, parsed, save
 
+from qattn import Solver
 from qattn.nn import QDiffusion
 from qattn.pictures import figure
 from qattn.shapes import creature
@@ -24,12 +25,12 @@ from qattn.shapes import creature
 SCALES, FEATURES, APPLICATIONS = 32, 8, 2
 SIGMA = 0.02, 0.5
 ITERATIONS = 10
-PAPER = {"adjoint": "detach", "iteration": "plain", "tol": 0, "max_iter": ITERATIONS + 1}
+PAPER = {"tol": 0, "solver": Solver(ITERATIONS + 1, "plain", "detach")}
 DENSE_LIMIT = 2500  # points: beyond, 32 matrices and what autograd keeps of them do not fit in 24 GB
 
 
 def by_qattn(**options):
-    layer = QDiffusion(SCALES, sigma=SIGMA, num_applications=APPLICATIONS, **options)
+    layer = QDiffusion(SCALES, sigma_range=SIGMA, num_applications=APPLICATIONS, **options)
 
     def run(signal, points, log_sigma):
         return torch.func.functional_call(layer, {"log_sigma": log_sigma}, (signal, points))
@@ -155,6 +156,8 @@ def main():
             if name == "dense torch" and n > DENSE_LIMIT:
                 continue
             row = in_its_own_process(__file__, "--one", name, n, 1 if options.quick else 10, limit=options.limit)
+            if isinstance(row, str) and name.startswith("qattn"):
+                raise SystemExit(f"{name}: {row}")
             if isinstance(row, str):
                 lines.append(f"| {n:,} | {name} | {row} | | | |")
             else:

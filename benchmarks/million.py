@@ -132,12 +132,14 @@ def one(name, path, sigma):
 def measure(name, path, sigma, limit):
     """One candidate in a process of its own; None if it does not end in time or in memory."""
     row = in_its_own_process(__file__, "--candidate", name, "--cloud", path, "--sigma", sigma, limit=limit)
+    if isinstance(row, str) and name == "qattn":
+        raise SystemExit(f"{name}: {row}")
     if isinstance(row, str):
         print(f"  {name:16} {row}", flush=True)
         return None
     assert row["finite"]
     detail = ", ".join(f"{key} {row[key]}" for key in ("method", "passes") if key in row)
-    if row.get("loop"):
+    if row.get("method") == "tiles":
         rest = row["seconds"] - row["loop"]
         detail += f", loop {row['loop']:.2f} s, rest {rest:.2f} s ({rest / row['loop']:.0%} of it)"
     error = f"row error {row['error']:.0e}" if "error" in row else ""

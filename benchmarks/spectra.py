@@ -89,6 +89,8 @@ def main():
                     cells.append("")
                     continue
                 row = in_its_own_process(__file__, "--one", name, n, k, limit=options.limit)
+                if isinstance(row, str) and name == "qattn":
+                    raise SystemExit(f"{name}: {row}")
                 if isinstance(row, str):
                     cells.append(row)
                     continue
