@@ -52,7 +52,7 @@ def centers_of_mass(points: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
     a density of its own, and modes that differ everywhere.
     """
     present = (mass > 0).nonzero()[:, 0]
-    order = present[kd_order(points[present].cpu()[None])[0].to(present.device)]
+    order = present[kd_order(points[present].cpu()[None], leaf=_GROUP)[0].to(present.device)]
     groups = order[: len(order) // _GROUP * _GROUP].reshape(-1, _GROUP)
     masses = mass[groups]
     totals = masses.sum(1)

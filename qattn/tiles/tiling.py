@@ -25,8 +25,8 @@ FACTOR = math.sqrt(0.5 / math.log(2))  # exp(−½ x²) = 2^(−(FACTOR x)²)
 _MIN_POINTS = 2**14  # least number of points per task of a thread
 
 
-def kd_order(points: Tensor) -> Tensor:
-    """Sort each cloud of points (B, N, D) by a k-d tree with leaves of `PART` points.
+def kd_order(points: Tensor, leaf: int = PART) -> Tensor:
+    """Sort each cloud of points (B, N, D) by a k-d tree with leaves of a number of points.
 
     Returns:
         Indices (B, N), int64.
@@ -40,7 +40,7 @@ def kd_order(points: Tensor) -> Tensor:
     tasks = [(b, 0, N) for b in range(B)]
 
     def split(b: int, first: int, last: int) -> None:
-        middle = kd.split(rows[b], numbers[b], first, last, PART)
+        middle = kd.split(rows[b], numbers[b], first, last, leaf)
         halves.extend(run for run in ((b, first, middle), (b, middle, last)) if run[1] < run[2])
 
     # Level by level, until there is enough for all threads to do.
@@ -54,7 +54,7 @@ def kd_order(points: Tensor) -> Tensor:
         tasks = halves
 
     def sort(b: int, first: int, last: int) -> None:
-        kd.sort(rows[b], numbers[b], first, last, PART)
+        kd.sort(rows[b], numbers[b], first, last, leaf)
 
     share(sort, tasks)
     return order
