@@ -5,10 +5,11 @@ import torch
 from cases import dense, slow
 from torch.autograd import gradcheck, gradgradcheck
 
-from qattn import GaussianKernel, attend
+from qattn import GaussianKernel, attend, diffusion
 from qattn.attention import flash_attn
 from qattn.attention.dispatch import BACKENDS
 from qattn.attention.native import Native
+from qattn.operators.adjoint import solve
 
 CPU = ["native", "sdpa", "reference"]
 
@@ -171,3 +172,19 @@ def test_passes_of_a_backward(monkeypatch):
         kernel = GaussianKernel(points.clone().requires_grad_(by_points), sigma.clone().requires_grad_(by_sigma))
         kernel.attend(torch.zeros(50), value).out.square().sum().backward()
         assert passes == expected
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("tol", [1e-3, 1e-8])
+def test_the_adjoint_is_solved_to_its_tolerance_in_each_head(is_transposed, tol):
+    """Relative to the cotangent of that head, however large those of others are; no further than asked for."""
+    generator = torch.Generator().manual_seed(0)
+    points, target = (torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((200, 3), (2, 200)))
+    target[1] *= 1e-9
+    q = diffusion(points, torch.tensor([0.3, 1.5], dtype=torch.float64), tol=1e-12)
+    x = solve(q.kernel, q.potential, q.mass.log(), target, q.kernel.tensors, is_transposed=is_transposed, tol=tol)
+    dense_q = q.to_dense().mT if is_transposed else q.to_dense()
+    residual = target - x - (dense_q @ x[..., None])[..., 0]
+    relative = residual.abs().amax(-1) / target.abs().amax(-1)
+    assert (relative <= tol).all()
+    assert (relative >= 1e-3 * tol).any()

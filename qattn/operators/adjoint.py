@@ -8,6 +8,7 @@ The spectrum of I + Q lies in [1, 2] for every positive definite kernel, so Cheb
 divides the error by 5.8 per step. All products are calls of `attend`, and the solutions are differentiable again.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -58,11 +59,12 @@ def solve(
     tensors: tuple[Tensor, ...],
     *,
     is_transposed: bool,
-    tol: float,
+    tol: Tensor | float,
 ) -> Tensor:
     """Solve (I + Q) x = target, or (I + Q)ᵀ x = target, differentiably to any order in all arguments.
 
-    The largest residual is below `tol` times the largest entry of the target, or due to rounding.
+    In each item of the batch, the largest residual is below `tol` times the largest entry of the target, or due to
+    rounding.
     """
     return _Solve.apply(target, f, log_mass, kernel, is_transposed, tol, *tensors)
 
@@ -71,11 +73,6 @@ def _product(kernel: Kernel, f: Tensor, log_mass: Tensor, x: Tensor, is_transpos
     """Compute Qx, or Qᵀx, for x (*batch, N)."""
     multiply = apply_transpose if is_transposed else apply
     return multiply(kernel, f, f + log_mass, x[..., None])[..., 0]
-
-
-def _largest(x: Tensor, kernel: Kernel) -> float:
-    """Return the largest modulus on all ranks: on a GPU, the only synchronization of a step."""
-    return float(kernel.ranks.largest(x.abs()).amax())
 
 
 class _Potential(torch.autograd.Function):
@@ -91,8 +88,7 @@ class _Potential(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         f, log_mass, *tensors = ctx.saved_tensors
-        tol = _SHARE * float(ctx.error.amax()) if ctx.error.numel() else 0.0
-        u = solve(ctx.kernel, f, log_mass, grads[0], tuple(tensors), is_transposed=True, tol=tol)
+        u = solve(ctx.kernel, f, log_mass, grads[0], tuple(tensors), is_transposed=True, tol=_SHARE * ctx.error)
 
         def minus_lse(log_mass: Tensor, *tensors: Tensor) -> Tensor:
             return -ctx.kernel.replace(*tensors).attend(f + log_mass).lse
@@ -103,26 +99,35 @@ class _Potential(torch.autograd.Function):
 class _Solve(torch.autograd.Function):
     @staticmethod
     def forward(
-        target: Tensor, f: Tensor, log_mass: Tensor, kernel: Kernel, is_transposed: bool, tol: float, *tensors: Tensor
+        target: Tensor,
+        f: Tensor,
+        log_mass: Tensor,
+        kernel: Kernel,
+        is_transposed: bool,
+        tol: Tensor | float,
+        *tensors: Tensor,
     ) -> Tensor:
         step, x, residual = Chebyshev(), torch.zeros_like(target), target
-        largest, eps = _largest(target, kernel), torch.finfo(target.dtype).eps
-        goal = max(16 * eps, tol) * largest
-        gap = largest
-        for _ in range(_MAX_STEPS):
+        largest, eps = kernel.ranks.largest(target.abs()), torch.finfo(target.dtype).eps  # of each item of the batch
+        goals = torch.clamp(torch.zeros_like(largest) + tol, min=16 * eps)  # relative: cotangents of items may differ
+        gap = ratio = math.inf
+        for _ in range(_MAX_STEPS if largest.numel() else 0):
             x = x + step(residual)
-            if gap <= goal / _GAIN:  # the step just made reaches the goal, which need not be measured
+            if ratio <= 1 / _GAIN:  # the step just made reaches the goals, which need not be measured
                 return x
             residual = target - x - _product(kernel, f, log_mass, x, is_transposed)
-            before, gap = gap, _largest(residual, kernel)
-            is_stuck = gap <= 4 * eps**0.75 * largest and gap > 0.5 * before  # by the rounding of products
-            if is_stuck or not gap > goal:
+            gaps = torch.where(largest > 0, kernel.ranks.largest(residual.abs()) / largest, 0)
+            before = gap
+            gap, ratio = torch.stack([gaps.amax(), (gaps / goals).amax()]).tolist()  # the only wait for a GPU
+            is_stuck = gap <= 4 * eps**0.75 and gap > 0.5 * before  # by the rounding of products
+            if is_stuck or not ratio > 1:
                 return x
-        warn_caller(
-            f"The gradient through the potential is inexact: after {_MAX_STEPS} steps, (I + Q)ᵀu = g has a residual "
-            f"of {gap / largest:.1e} of g. Check `kernel.smallest_eigenvalue()`: the kernel may not be positive "
-            'semidefinite. `Solver(adjoint="unroll")` does not solve this equation.'
-        )
+        if largest.numel():
+            warn_caller(
+                f"The gradient through the potential is inexact: after {_MAX_STEPS} steps, (I + Q)ᵀu = g has a "
+                f"residual of {gap:.1e} of g. Check `kernel.smallest_eigenvalue()`: the kernel may not be positive "
+                'semidefinite. `Solver(adjoint="unroll")` does not solve this equation.'
+            )
         return x
 
     @staticmethod
