@@ -1,37 +1,67 @@
 #!/usr/bin/env bash
-# Runs the real flash-attn package on a CPU, through qattn's adapter, in an environment of its own.
-# Packages that cannot be had are a reason to skip; nothing else is.
+# Runs the GPU paths of qattn on a CPU: interpreted, compiled for GPUs that are not there, or emulated. Environments of
+# its own hold the packages; those that cannot be had are a reason to skip an environment, nothing else is.
+# Prints at the end which path was held to which bound by which evidence.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-venv=.venv-conformance
-python=$venv/bin/python
-requirements=conformance/requirements.txt
-stamp=$venv/requirements.txt  # the requirements it was made from: copied last, so a broken install is made again
-log=$venv/install.log
-alone='^(triton|flash-attn)=='
+QATTN_EVIDENCE=$(mktemp)
+export QATTN_EVIDENCE
+trap 'rm -f "$QATTN_EVIDENCE"' EXIT
 
-install_packages() { # called as a condition, where `set -e` has no effect: hence the &&
-    "$python" -m pip install --requirement <(grep --extended-regexp --invert-match "$alone" "$requirements") &&
-        # Forced, as it would otherwise go and look for a wheel built for CUDA.
-        FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE FLASH_ATTENTION_FORCE_BUILD=TRUE "$python" -m pip install \
-            --no-build-isolation --no-deps --requirement <(grep --extended-regexp "$alone" "$requirements")
+# Makes the environment $1 from the requirements $2, of which those that match $3 are installed without dependencies.
+# A copy of the requirements is written last, so that a broken install is made again.
+environment() {
+    local venv=$1 requirements=$2 alone=$3 log=$1/install.log
+    cmp --silent "$requirements" "$venv/requirements.txt" && return
+    "${PYTHON:-python3}" -m venv --clear "$venv"
+    echo "conformance: installing $requirements into $venv"
+    if ! install_packages "$venv/bin/python" "$requirements" "$alone" >"$log" 2>&1; then
+        local reason
+        reason=$(grep --extended-regexp '^(ERROR|error):' "$log" | tail -n 1 || true)
+        echo "conformance skipped for $requirements: ${reason:-pip failed without naming an error} (all of it is in $log)"
+        return 1
+    fi
+    "$venv/bin/python" -m pip install --quiet --no-build-isolation --no-deps --editable .
+    cp "$requirements" "$venv/requirements.txt"
 }
 
-if ! cmp --silent "$requirements" "$stamp"; then
-    "${PYTHON:-python3}" -m venv --clear "$venv"
-    echo "conformance: installing flash-attn and what it runs with into $venv"
-    if ! install_packages >"$log" 2>&1; then
-        reason=$(grep --extended-regexp '^(ERROR|error):' "$log" | tail -n 1 || true)
-        echo "conformance skipped: ${reason:-pip failed without naming an error} (all of it is in $log)"
-        exit 0
-    fi
-    # Without its dependencies: numba and scipy serve what is not tested here.
-    "$python" -m pip install --quiet --no-build-isolation --no-deps --editable .
-    cp "$requirements" "$stamp"
+install_packages() { # called as a condition, where `set -e` has no effect: hence the &&
+    "$1" -m pip install --requirement <(grep --extended-regexp --invert-match "$3" "$2") &&
+        # Forced, as flash-attn would otherwise go and look for a wheel built for CUDA.
+        FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE FLASH_ATTENTION_FORCE_BUILD=TRUE "$1" -m pip install \
+            --no-build-isolation --no-deps --requirement <(grep --extended-regexp "$3" "$2")
+}
+
+# The options of the repository's own pytest are not for these environments; the warnings are Triton's, of itself.
+test_with() {
+    local venv=$1
+    shift
+    PYTHONPATH=tests:conformance "$venv/bin/python" -m pytest -c /dev/null --rootdir=. -p no:cacheprovider \
+        -W ignore::DeprecationWarning -W ignore::RuntimeWarning "$@"
+}
+
+status=0
+
+# flash-attn's kernels are Triton's with the first variable, and interpreted with the second.
+if environment .venv-conformance conformance/requirements.txt '^(triton|flash-attn)=='; then
+    FLASH_ATTENTION_TRITON_AMD_ENABLE=TRUE TRITON_INTERPRET=1 \
+        test_with .venv-conformance conformance/test_flash_attn.py "$@" || status=1
 fi
 
-# The package's kernels are Triton's with the first, and Python's with the second. The options of the repository's own
-# pytest are not for this environment; the warnings are Triton's, of itself.
-FLASH_ATTENTION_TRITON_AMD_ENABLE=TRUE TRITON_INTERPRET=1 "$python" -m pytest \
-    -c /dev/null --rootdir=. -p no:cacheprovider -W ignore::DeprecationWarning conformance/test_flash_attn.py "$@"
+# Triton reads the variable when a kernel is defined, so what is interpreted and what is compiled are two processes.
+if environment .venv-conformance-triton conformance/requirements-triton.txt '^(triton|xformers|mslk-cuda)=='; then
+    TRITON_INTERPRET=1 test_with .venv-conformance-triton conformance/*_interpreted.py "$@" || status=1
+    test_with .venv-conformance-triton conformance/*_compiled.py conformance/*_emulated.py "$@" || status=1
+fi
+
+# xformers does not import where flash-attn-4 is installed alone.
+if environment .venv-conformance-fa4 conformance/requirements-fa4.txt \
+    '^(triton|flash-attn-4|nvidia-.*|apache-.*|torch-c-.*|quack-.*|cuda-.*|protobuf)=='; then
+    for capability in 80 90 120; do
+        FLASH_ATTENTION_ARCH=sm_$capability test_with .venv-conformance-fa4 conformance/test_flash_attn_4.py "$@" || status=1
+    done
+fi
+
+"${PYTHON:-python3}" conformance/table.py "$QATTN_EVIDENCE"
+exit $status

@@ -1,5 +1,7 @@
 """CUDA tensors without a CUDA device: fake ones, that have shapes and no numbers; no tests."""
 
+import ctypes
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -7,6 +9,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def allow_fake_cuda_tensors():
+    """Give CUDA the device guard of meta tensors: a build without CUDA has none, and copies of fakes ask for one."""
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    guards = (ctypes.c_void_p * 21).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
+    cuda, meta = 1, 14  # c10::DeviceType
+    guards[cuda] = guards[cuda] or guards[meta]
 
 
 class Indexing(TorchFunctionMode):

@@ -5,12 +5,25 @@ import torch
 from cases import CASES, DTYPES, ball, dense, make, sphere
 
 from qattn import GaussianKernel, attend, diffusion
-from qattn.attention.dispatch import BACKENDS
+from qattn.attention.dispatch import BACKENDS, select
 from qattn.attention.dot_product import DotProductBackend
 from qattn.attention.inputs import Inputs
+from qattn.doctor import standard_problem
 
 pytestmark = pytest.mark.gpu
 CUDA = [name for name in BACKENDS if name != "native"]
+PROMISED = ["triton", "sdpa", "flex", "reference"]  # what torch for CUDA brings along
+
+
+@pytest.mark.parametrize("backend", PROMISED)
+def test_promised_backends_are_there(backend):
+    """Elsewhere a backend that does not take some inputs is skipped; one that is missing altogether fails here."""
+    assert BACKENDS[backend].not_supported_reasons(standard_problem(100, torch.float32, "cuda")) == []
+
+
+def test_auto_takes_direct_differences():
+    for channels in (0, 8):
+        assert select(standard_problem(100, torch.float32, "cuda", channels), "auto").name == "triton"
 
 
 def attend_or_skip(backend, **arguments):
@@ -108,7 +121,7 @@ def test_gradients_through_the_normalization():
 @pytest.mark.parametrize("method", ["tiles", "fourier"])
 @pytest.mark.parametrize("channels", [None, 5])
 def test_methods_of_the_gaussian_kernel(method, channels):
-    """Tiles by FlexAttention over lists of blocks, Fourier by cufinufft; float32 on the surface of the ball."""
+    """Tiles by our own kernels, Fourier by cufinufft; float32 on the surface of the ball."""
     points = torch.stack([sphere(3000), sphere(3000)]).float().cuda()
     bias = torch.randn(2, 3000, device="cuda")
     value = None if channels is None else torch.randn(2, 3000, channels, device="cuda")
@@ -121,6 +134,26 @@ def test_methods_of_the_gaussian_kernel(method, channels):
     torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=1e-3)
     if out is not None:
         torch.testing.assert_close(out.double(), expected_out, rtol=0, atol=3e-3)
+
+
+def test_tiles_leave_out_what_they_may():
+    """The lists of near tiles are found on the device; the native loops on the host say what they leave out."""
+    points, signal = ball(30_000).float(), torch.randn(30_000, 2)
+    here, there = (
+        diffusion(x, 0.05, method="tiles", tol=1e-5) @ s for x, s in ((points, signal), (points.cuda(), signal.cuda()))
+    )
+    torch.testing.assert_close(there.cpu(), here, rtol=0, atol=1e-3)
+
+
+def test_a_pass_of_tiles_does_not_wait():
+    points = ball(20_000).float().cuda()
+    kernel, bias = GaussianKernel(points, 0.05, method="tiles"), torch.randn(20_000, device="cuda")
+    kernel.attend(bias, points, all_rows=False)  # the first pass measures how long lists are
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        kernel.attend(bias, points, all_rows=False)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_million_points():

@@ -1,13 +1,17 @@
 """How often the host waits for a CUDA device, counted on fake tensors: once in a Sinkhorn pass, for its convergence."""
 
+import sys
 from contextlib import ExitStack
+from unittest.mock import Mock
 
 import pytest
 import torch
 from cases import slow
-from fake_cuda import Recorder, Synchronizations, fake_cuda
+from fake_cuda import Recorder, Synchronizations, allow_fake_cuda_tensors, fake_cuda
 
 import qattn
+from qattn.kernels.gaussian import prepared
+from qattn.tiles import device
 
 
 def passes_and_waits(channels, max_iter, **options):
@@ -31,6 +35,33 @@ def test_a_sinkhorn_pass_waits_once(channels):
     """More passes add one wait each; what is known of the points is not asked again."""
     few, many = passes_and_waits(channels, 3), passes_and_waits(channels, 11)
     assert many[0] - few[0] == 8
+    assert many[1] - few[1] == 8
+
+
+def launches_and_waits(monkeypatch, method, max_iter, channels):
+    """Kernels of our own that a diffusion launches, and how often the host waits."""
+    allow_fake_cuda_tensors()
+    launched = Mock()
+    monkeypatch.setattr(device, "why_not_installed", lambda: None)
+    monkeypatch.setattr(device, "_launch", launched)
+    for name in ("gaussian", "cutoff"):  # which import Triton
+        monkeypatch.setitem(sys.modules, f"qattn.tiles.gpu.{name}", Mock())
+    monkeypatch.setattr(prepared, "kd_order", lambda points: torch.zeros(points.shape[:2], dtype=torch.int64))
+    with ExitStack() as stack:
+        for context in fake_cuda():
+            stack.enter_context(context)
+        points, value = torch.empty(500, 3, device="cuda"), torch.empty(500, channels, device="cuda")
+        waits = stack.enter_context(Synchronizations())
+        kernel = qattn.GaussianKernel(points, 0.3, method=method, backend="triton")
+        qattn.diffuse(kernel, None, value, tol=0, solver=qattn.Solver(max_iter=max_iter))
+        return launched.call_count, waits.count
+
+
+@pytest.mark.parametrize("method", ["exact", "tiles"])
+def test_our_own_kernels_wait_for_the_convergence_alone(monkeypatch, method):
+    """Near tiles are found and walked over on the device: two launches a pass, and no wait besides that of Sinkhorn."""
+    few, many = (launches_and_waits(monkeypatch, method, max_iter, 8) for max_iter in (3, 11))
+    assert many[0] - few[0] == 8 * (2 if method == "tiles" else 1)
     assert many[1] - few[1] == 8
 
 

@@ -15,7 +15,7 @@ from qattn.attention.score import Score, gaussian
 
 __all__ = ["BackendName", "attend"]
 
-BackendName = Literal["auto", "native", "flash_attn", "sdpa", "xformers", "flex", "reference"]
+BackendName = Literal["auto", "native", "triton", "flash_attn", "sdpa", "xformers", "flex", "reference"]
 
 
 @eager

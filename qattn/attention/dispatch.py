@@ -1,7 +1,11 @@
 """Backend selection: the first backend in `ORDER` that supports the inputs."""
 
 from dataclasses import replace
+from functools import cache
 
+import torch
+
+from qattn._warning import warn_caller
 from qattn.attended import Attended, PairSums, PairTerms
 from qattn.attention.engine import Backend, Engine, Fused
 from qattn.attention.flash_attn import FlashAttn
@@ -10,19 +14,23 @@ from qattn.attention.inputs import Inputs
 from qattn.attention.native import Native
 from qattn.attention.reference import Reference
 from qattn.attention.sdpa import Sdpa
+from qattn.attention.triton import Triton
 from qattn.attention.xformers import Xformers
 from qattn.lift import Extent
+from qattn.tiles.compiled import why_not_compiled
 
 __all__ = ["BACKENDS", "ORDER", "Dispatch", "select"]
 
 BACKENDS: dict[str, Backend] = {
-    backend.name: backend for backend in (Native(), FlashAttn(), Sdpa(), Xformers(), Flex(), Reference())
+    backend.name: backend for backend in (Native(), Triton(), FlashAttn(), Sdpa(), Xformers(), Flex(), Reference())
 }
 
-# Backends that `backend="auto"` tries, by device. On CPUs flex is not among them: it compiles for seconds per shape.
+# Backends that `backend="auto"` tries, by device. On CPUs flex is not among them: it compiles for seconds per shape. On
+# CUDA, kernels of 16 bits come first if the points have no more: tensor cores then compute the scores too.
 ORDER: dict[str, tuple[str, ...]] = {
     "cpu": ("native", "sdpa", "reference"),
-    "cuda": ("flash_attn", "sdpa", "xformers", "flex", "reference"),
+    "cuda": ("triton", "flash_attn", "sdpa", "xformers", "flex", "reference"),
+    "cuda, 16 bits": ("flash_attn", "triton", "sdpa", "xformers", "flex", "reference"),
     "other": ("sdpa", "reference"),
 }
 
@@ -35,11 +43,25 @@ def select(inputs: Inputs, name: str) -> Backend:
     """
     if name != "auto" and name not in BACKENDS:
         raise ValueError(f'`backend` should be "auto" or one of {", ".join(BACKENDS)}; got {name!r}.')
-    candidates = ORDER.get(inputs.device.type, ORDER["other"]) if name == "auto" else (name,)
+    candidates = _order(inputs) if name == "auto" else (name,)
     for candidate in candidates:
-        if not BACKENDS[candidate].not_supported_reasons(inputs):
+        reasons = BACKENDS[candidate].not_supported_reasons(inputs)
+        if not reasons:
             return BACKENDS[candidate]
+        if candidate == "native" and reasons == [why_not_compiled()]:
+            _warn_of_slowness(reasons[0])
     raise NotImplementedError(_message(inputs, name))
+
+
+def _order(inputs: Inputs) -> tuple[str, ...]:
+    device = inputs.device.type
+    has_16_bits = inputs.query.dtype in (torch.float16, torch.bfloat16)
+    return ORDER.get(f"{device}, 16 bits" if has_16_bits else device, ORDER.get(device, ORDER["other"]))
+
+
+@cache  # once for each reason
+def _warn_of_slowness(reason: str) -> None:
+    warn_caller(f"Attention takes two to four times as long without compiled loops: {reason}.")
 
 
 class Dispatch(Engine, Fused):
@@ -61,12 +83,19 @@ class Dispatch(Engine, Fused):
             return select(inputs, "auto")
         return select(inputs, self._name)
 
+    def _meanwhile(self, inputs: Inputs, task: str) -> Backend:
+        """Return the backend for a task: the reference, as exact as the loops, until it pays to compile them."""
+        backend = self._backend(inputs)
+        if self._name == "auto" and isinstance(backend, Native) and not backend.is_due(inputs, task):
+            return BACKENDS["reference"]
+        return backend
+
     def not_supported_reasons(self, inputs: Inputs) -> list[str]:
         return []  # `attend` raises with those of all backends
 
     def attend(self, inputs: Inputs) -> Attended:
         if not self._is_prepared or inputs.device.type == "cpu":
-            return self._backend(inputs).attend(inputs)
+            return self._meanwhile(inputs, "attend").attend(inputs)
         kind = inputs.dtype, inputs.channels, None if inputs.value is None else inputs.value.dtype
         if kind not in self._selected:
             query, key, bias = inputs.extent
@@ -80,7 +109,7 @@ class Dispatch(Engine, Fused):
         return Dispatch(self._name, is_strict=False)
 
     def can_differentiate(self, inputs: Inputs) -> bool:
-        backend = self._backend(inputs)
+        backend = self._meanwhile(inputs, "differentiate")
         return isinstance(backend, Fused) and backend.can_differentiate(inputs)
 
     def is_direct(self, inputs: Inputs) -> bool:

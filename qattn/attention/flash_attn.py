@@ -39,7 +39,7 @@ class Package(NamedTuple):
 
 
 PACKAGES = (  # newest first: FA4, FA3, FA2
-    Package("flash_attn.cute", (9, 10, 11), 128, {"return_lse": True}),
+    Package("flash_attn.cute", (8, 9, 10, 11, 12), 128, {"return_lse": True}),
     Package("flash_attn_interface", (9,), 256, {"return_attn_probs": True}),
     Package("flash_attn", (8, 9, 10, 12), 256, {"return_attn_probs": True}),  # no dropout, so no N × N probabilities
 )

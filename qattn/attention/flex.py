@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from qattn._versions import why_no_flex
 from qattn.attended import Attended
 from qattn.attention.engine import Backend
 from qattn.attention.inputs import BlockLists, Inputs
@@ -43,6 +44,8 @@ class Flex(Backend):
         reasons = []
         if inputs.device.type not in ("cpu", "cuda"):
             reasons.append(f"device is {inputs.device.type} (takes cpu, cuda)")
+        elif reason := why_no_flex(inputs.device.type):
+            reasons.append(reason)
         if inputs.dtype == torch.float64:
             reasons.append("float64 (takes float32, float16, bfloat16)")
         if inputs.device.type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++"))):

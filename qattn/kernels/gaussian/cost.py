@@ -8,14 +8,15 @@
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
-from qattn.kernels.gaussian import exact_rows, fourier
+from qattn.kernels.gaussian import calibration, exact_rows, fourier
 from qattn.kernels.gaussian.prepared import PreparedPoints
 from qattn.tiles import gaussian
+from qattn.tiles.sizes import TILE
 
 __all__ = ["METHODS", "Choice", "Workload", "choose", "is_known"]
 
@@ -30,18 +31,20 @@ class _Costs:
     """Costs in nanoseconds of one CPU thread, or of an entire GPU."""
 
     pair: float  # per pair of points
-    tile_pair: float  # to find a pair of near tiles
+    tile_pair: float  # to find a pair of near tiles in a tree
     tiled_point: float  # to move a point to its tile and back
     tap: float  # to spread a point to a grid point, and to gather from it
     mode: float
     fourier_point: float  # per point besides its taps: rows that are checked, and channels
     call: dict[str, float]  # per call, at any size
+    comparison: float = 0.0  # of two tiles, where all are compared
 
 
-# Those of CPUs are measured (benchmarks/methods.py). Those of CUDA are estimates from memory bandwidths.
+# Those of CPUs are measured (benchmarks/methods.py). Those of CUDA are estimates from memory bandwidths and a model of
+# the machine code (benchmarks/gpu_model.py), for where `calibration` cannot measure them.
 _COSTS = {
     "cpu": _Costs(0.24, 200.0, 80.0, 1.3, 120.0, 140.0, {"tiles": 2.5e6, "fourier": 1e7}),
-    "cuda": _Costs(0.002, 20.0, 1.0, 0.02, 0.5, 1.0, {"tiles": 2e6, "fourier": 2e6}),
+    "cuda": _Costs(0.001, 0.0, 1.0, 0.02, 0.5, 1.0, {"tiles": 5e5, "fourier": 2e6}, comparison=0.01),
 }
 # Cost of a channel, in passes for lse.
 _CHANNEL = {"exact": 0.15, "tiles": 0.15, "fourier": 0.44}
@@ -108,13 +111,13 @@ def choose(
     num_keys, clouds = sum(points.keys), points.batch.numel()
     N, M = max(1, sum(points.queries) // ranks.size), num_keys // ranks.size
     pairs = N * num_keys * clouds
-    costs = _COSTS.get(device.type, _COSTS["cpu"])
+    costs, origin = _costs(points)
     threads = torch.get_num_threads() if device.type == "cpu" else 1
     threads = -int(ranks.maximum(torch.tensor(-threads, device=device)))
     seconds = {"exact": 1e-9 * costs.pair * pairs / threads}
     if pairs <= _FEW_PAIRS:
         return Choice("exact", {"exact": f"all {pairs:.1e} pairs: few, other methods not compared"}, seconds)
-    notes = {"exact": f"all {pairs:.1e} pairs, {_per_pass(seconds['exact'])}"}
+    notes = {"exact": f"all {pairs:.1e} pairs, {_per_pass(seconds['exact'])}{origin}"}
     notes |= {name: "; ".join(reasons) for name, reasons in refusals.items() if reasons}
 
     if not refusals["fourier"]:
@@ -140,13 +143,31 @@ def choose(
             notes["tiles"] = f"at least {_per_pass(least)}: too many pairs in reach"
         else:
             tile_pairs, near = _near_pairs(points, sigma, tol)
+            if device.type == "cuda":  # whole tiles
+                near = TILE**2 * tile_pairs
+            compared = N * num_keys * clouds / TILE**2
             cost = costs.pair * near + costs.tile_pair * tile_pairs + costs.tiled_point * N * clouds
+            cost += costs.comparison * compared
             seconds["tiles"] = 1e-9 * (cost + costs.call["tiles"]) / threads
             notes["tiles"] = f"{near / pairs:.1e} of all pairs, {_per_pass(seconds['tiles'])}"
     best = min(seconds, key=lambda name: workload.passes(name) * seconds[name])
     # The same on all ranks, whose estimates may differ by rounding.
     best = METHODS[int(ranks.maximum(torch.tensor(METHODS.index(best), device=device)))]
     return Choice(best, {name: notes[name] for name in METHODS if name in notes}, seconds)
+
+
+def _costs(points: PreparedPoints) -> tuple[_Costs, str]:
+    """Return costs that are the same on all ranks, and a note on their origin."""
+    device = points.device
+    costs = _COSTS.get(device.type, _COSTS["cpu"])
+    if device.type != "cuda":
+        return costs, ""
+    found = calibration.rates(device)
+    estimates = costs.pair, costs.comparison, costs.tiled_point, costs.call["tiles"]
+    numbers = torch.tensor(estimates if found is None else found, dtype=torch.float64, device=device)
+    pair, comparison, point, call = points.ranks.maximum(numbers).tolist()
+    costs = replace(costs, pair=pair, comparison=comparison, tiled_point=point, call=costs.call | {"tiles": call})
+    return costs, " (an estimate)" if found is None else " (measured on this GPU)"
 
 
 def _per_pass(seconds: float) -> str:

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 from functools import cached_property, partial
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from qattn import _checks
+from qattn._versions import why_no_flex, why_not_importable
 from qattn.attended import Attended, Derivatives
 from qattn.attention.dispatch import Dispatch
 from qattn.attention.engine import Differentiating, Engine
@@ -23,6 +23,7 @@ from qattn.kernels.gaussian.ring import Ring
 from qattn.kernels.gaussian.tiles import Tiles
 from qattn.ranks import Ranks
 from qattn.tiles.compiled import why_not_compiled
+from qattn.tiles.device import why_not_installed
 
 __all__ = ["Plan"]
 
@@ -61,16 +62,20 @@ class Plan:
             if self._backend != "auto":
                 reasons.append(f'it uses no attention backend, but `backend="{self._backend}"` is given')
         if method == "tiles" and self._backend not in ("auto", *tiles.BACKENDS):
-            reasons.append(f'it takes the backends {" and ".join(tiles.BACKENDS)}, not "{self._backend}"')
-        by_flex = self._backend == "flex" or (self._backend == "auto" and device.type == "cuda")
-        if method == "tiles" and by_flex and self.points.dtype == torch.float64:
-            reasons.append("it uses FlexAttention, which does not take float64")
+            reasons.append(f'it takes the backends {", ".join(tiles.BACKENDS)}, not "{self._backend}"')
+        on_gpu = self._backend == "auto" and device.type == "cuda"
+        if method == "tiles" and (on_gpu or self._backend in ("triton", "flex")) and self.points.dtype == torch.float64:
+            reasons.append("it uses Triton or FlexAttention, which do not take float64")
+        by_flex = self._backend == "flex" or (on_gpu and why_not_installed() is not None)
+        if method == "tiles" and by_flex and is_known(device) and (reason := why_no_flex(device.type)):
+            reasons.append(f"it uses FlexAttention, which {reason}")
         if method == "tiles" and (reason := why_not_compiled()):
             reasons.append(reason)
         if method != "exact" and not is_known(device):
             reasons.append(f"it takes points on cpu or cuda, and these are on {device.type}")
-        if method == "fourier" and device.type == "cuda" and find_spec("cufinufft") is None:
-            reasons.append("cufinufft is not installed: `pip install cufinufft`")
+        library = "cufinufft" if device.type == "cuda" else "finufft"
+        if method == "fourier" and (reason := why_not_importable(library)):
+            reasons.append(reason)
         return reasons
 
     @cached_property

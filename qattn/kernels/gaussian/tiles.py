@@ -10,16 +10,18 @@ import torch
 from torch import Tensor
 
 from qattn.attended import Attended, PairSums, PairTerms
+from qattn.attention import dispatch
 from qattn.attention.dispatch import Dispatch, select
 from qattn.attention.engine import Engine, Fused
 from qattn.attention.inputs import BlockLists, Inputs
-from qattn.tiles import gaussian
+from qattn.tiles import device, gaussian
+from qattn.tiles.device import Cutoff, DeviceTiling
 from qattn.tiles.sizes import TILE
 from qattn.tiles.tiling import Tiling
 
 __all__ = ["BACKENDS", "SortedCloud", "Tiles"]
 
-BACKENDS = ("native", "flex")
+BACKENDS = ("native", "triton", "flex")
 
 
 class SortedCloud:
@@ -28,12 +30,19 @@ class SortedCloud:
     def __init__(self, points: Tensor, order: Tensor) -> None:
         self.points, self.order = points.detach().cpu(), order
         self._tilings: dict[torch.dtype, Tiling] = {}
+        self._on_devices: dict[torch.device, DeviceTiling] = {}
 
     def tiling(self, dtype: torch.dtype) -> Tiling:
         """Return the tiles, with coordinates of a dtype."""
         if dtype not in self._tilings:
             self._tilings[dtype] = Tiling(self.points.to(dtype), self.order)
         return self._tilings[dtype]
+
+    def on(self, device: torch.device) -> DeviceTiling:
+        """Return the tiles on a GPU, with float32 coordinates."""
+        if device not in self._on_devices:
+            self._on_devices[device] = DeviceTiling(self.points.to(device), self.order.to(device))
+        return self._on_devices[device]
 
 
 class Tiles(Engine, Fused):
@@ -42,32 +51,55 @@ class Tiles(Engine, Fused):
     Args:
         query: Points that attend.
         key: Points attended to; the same object if a cloud attends to itself.
-        backend: "native", or "flex" with lists of blocks; "auto" is native on a CPU and flex on CUDA.
+        backend: "native", "triton", or "flex" with lists of blocks from the host; "auto" is native on a CPU, and on
+            CUDA triton if it takes the inputs, else flex.
         is_strict: Whether unsupported inputs raise an error. If False, all pairs are computed for them.
+        widths: Memory for lists of tiles on a GPU (`Cutoff`), shared with the engines of gradients.
     """
 
-    def __init__(self, query: SortedCloud, key: SortedCloud, backend: str = "auto", is_strict: bool = True) -> None:
+    def __init__(
+        self,
+        query: SortedCloud,
+        key: SortedCloud,
+        backend: str = "auto",
+        is_strict: bool = True,
+        widths: dict[DeviceTiling, int] | None = None,
+    ) -> None:
         self._query, self._key, self._backend, self._is_strict = query, key, backend, is_strict
+        self._widths = {} if widths is None else widths
 
-    def _backend_on(self, device: torch.device) -> str:
-        return self._backend if self._backend != "auto" else "native" if device.type == "cpu" else "flex"
+    def _backend_for(self, inputs: Inputs) -> str:
+        if self._backend != "auto":
+            return self._backend
+        if inputs.device.type == "cpu":
+            return "native"
+        return "flex" if dispatch.BACKENDS["triton"].not_supported_reasons(inputs) else "triton"
 
     def not_supported_reasons(self, inputs: Inputs) -> list[str]:
         reasons = []
-        backend = self._backend_on(inputs.device)
+        backend = self._backend_for(inputs)
         if inputs.device.type not in ("cpu", "cuda"):
             reasons.append(f"device is {inputs.device.type} (takes cpu, cuda)")
         if backend == "native" and inputs.device.type == "cuda":
             reasons.append("the native loops are for CPUs")
+        if backend == "triton":
+            reasons += dispatch.BACKENDS["triton"].not_supported_reasons(inputs)
         if backend == "flex" and inputs.dtype == torch.float64:
             reasons.append("FlexAttention does not take float64")
         return reasons
 
+    def _on_device(self, inputs: Inputs) -> tuple[DeviceTiling, DeviceTiling, Cutoff]:
+        return self._query.on(inputs.device), self._key.on(inputs.device), Cutoff(inputs.tol, self._widths)
+
     def attend(self, inputs: Inputs) -> Attended:
         if not self._is_strict and self.not_supported_reasons(inputs):
             return Dispatch().attend(inputs)
+        backend = self._backend_for(inputs)
+        if backend == "triton":
+            on_query, on_key, cutoff = self._on_device(inputs)
+            return device.attend(on_query, on_key, inputs.sigma, inputs.value, inputs.bias, cutoff)
         query, key = self._query.tiling(inputs.dtype), self._key.tiling(inputs.dtype)
-        if self._backend_on(inputs.device) == "native":
+        if backend == "native":
             return gaussian.attend(query, key, inputs.sigma, inputs.value, inputs.bias, inputs.tol)
         bias = inputs.biases
         counts, lists = gaussian.near_tiles(query, key, inputs.sigma, bias.to(inputs.dtype), inputs.tol)
@@ -85,15 +117,18 @@ class Tiles(Engine, Fused):
 
     @property
     def transposed(self) -> "Tiles":
-        return Tiles(self._key, self._query, self._backend, self._is_strict)
+        return Tiles(self._key, self._query, self._backend, self._is_strict, self._widths)
 
     @property
     def for_gradients(self) -> "Tiles":
-        return Tiles(self._query, self._key, self._backend, is_strict=False)
+        return Tiles(self._query, self._key, self._backend, False, self._widths)
 
     def can_differentiate(self, inputs: Inputs) -> bool:
-        return self._backend_on(inputs.device) == "native"
+        return self._backend_for(inputs) in ("native", "triton") and not self.not_supported_reasons(inputs)
 
     def pair_sums(self, inputs: Inputs, terms: PairTerms) -> PairSums:
+        if self._backend_for(inputs) == "triton":
+            on_query, on_key, cutoff = self._on_device(inputs)
+            return device.differentiate(on_query, on_key, inputs.sigma, inputs.bias, terms, cutoff)
         query, key = self._query.tiling(inputs.dtype), self._key.tiling(inputs.dtype)
         return gaussian.differentiate(query, key, inputs.sigma, inputs.bias, terms, inputs.tol)

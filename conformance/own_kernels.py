@@ -1,0 +1,64 @@
+"""The kernels of the `triton` backend with the constants that `qattn.tiles.device` launches them with; no tests."""
+
+from typing import Any
+from unittest import mock
+
+import torch
+from machine_code import Kernel, compiled
+
+from qattn.attended import PairTerms
+from qattn.tiles import device
+from qattn.tiles.device import Cutoff, DeviceTiling
+
+__all__ = ["TYPES", "build", "constants_of", "launches"]
+
+_FLOATS = (
+    "query", "keys", "beta", "scales", "tops", "values", "shifts", "rows", "columns", "lse", "out", "sums", "queries",
+    "floors",
+)  # fmt: skip
+TYPES = (
+    dict.fromkeys(_FLOATS, "*fp32")
+    | dict.fromkeys(("counts", "lists"), "*i32")
+    | dict.fromkeys(("one", "tiny", "log_tol"), "fp32")
+    | dict.fromkeys(("clouds", "query_size", "key_size", "query_tiles", "key_tiles"), "i32")
+)
+
+
+def constants_of(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> dict[str, Any]:
+    """Return what the compiler knows: constants, and arguments that are None."""
+    given = zip(kernel.arg_names, arguments, strict=False)
+    return constants | {name: None for name, argument in given if argument is None}
+
+
+def launches(dims: int, channels: int, *, listed: bool = False, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """Return, for each kernel, its constants and its number of warps as `device` launches it.
+
+    Args:
+        dims: Dimension of the points.
+        channels: Number of channels of values, and one less than that of rows and columns.
+        listed: Whether kernels walk over lists of tiles.
+        dtype: Dtype of the values.
+    """
+    found: dict[str, Any] = {}
+
+    def record(kernel: Any, grid: tuple[int, ...], num_warps: int, *arguments: Any, **constants: Any) -> None:
+        found.setdefault(kernel.__name__, (kernel, constants_of(kernel, arguments, constants), num_warps))
+
+    cloud = DeviceTiling(torch.zeros(1, 64, dims))
+    lists = device._Lists(torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, 1, 256, dtype=torch.int32), 256)
+    cutoff = Cutoff(1e-3, {}) if listed else None
+    value, terms = torch.zeros(1, 64, channels, dtype=dtype), torch.zeros(1, 64, channels + 1)
+    with mock.patch.object(device, "_launch", record), mock.patch.object(device, "_near_tiles", return_value=lists):
+        device.attend(cloud, cloud, None, None, None, cutoff)
+        device.attend(cloud, cloud, None, value, None, cutoff)
+        sums = PairTerms(terms, terms, torch.zeros(1, 64), by_column=True, num_values=channels)
+        device.differentiate(cloud, cloud, None, None, sums, cutoff)
+    return found
+
+
+def build(name: str, capability: int, dims: int, channels: int, **options: Any) -> tuple[Kernel, int]:
+    """Compile a kernel as it is launched; also return the number of pairs of a step for each thread."""
+    kernel, constants, warps = launches(dims, channels, **options)[name]
+    return compiled(kernel, TYPES, constants, capability, warps), constants["ROWS"] * constants["COLUMNS"] // (
+        32 * warps
+    )

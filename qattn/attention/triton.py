@@ -1,0 +1,67 @@
+"""The `triton` backend: kernels of our own for GPUs, compiled by Triton, on direct differences of points.
+
+To GPUs this is what `native` is to CPUs: there is no lift, and so no cancellation. The kernels are compiled on their
+first use for each dimension and number of channels.
+"""
+
+from typing import ClassVar
+
+import torch
+
+from qattn.attended import Attended, PairSums, PairTerms
+from qattn.attention.engine import Backend, Fused
+from qattn.attention.inputs import Inputs
+from qattn.tiles import device
+from qattn.tiles.device import DIMENSIONS, DeviceTiling
+
+__all__ = ["Triton"]
+
+_MAX_POINTS = 2**26  # rows of up to 32 channels that 32-bit offsets reach
+
+
+class Triton(Backend, Fused):
+    """Tiles of queries against tiles of keys, on NVIDIA GPUs with tensor cores that take float32 numbers."""
+
+    name: ClassVar[str] = "triton"
+    tolerance: ClassVar[dict[torch.dtype, float]] = {
+        torch.float32: 1e-5,  # rounding of ½‖q − k‖² ≤ 200
+        torch.float16: 1e-3,  # the same, and out rounded to its dtype
+        torch.bfloat16: 1e-2,
+    }
+
+    def not_supported_reasons(self, inputs: Inputs) -> list[str]:
+        reasons = []
+        if reason := device.why_not_installed():
+            reasons.append(reason)
+        if inputs.device.type == "cuda":
+            if torch.version.hip is not None:
+                reasons.append("the GPU is not one of NVIDIA's")
+            elif (capability := torch.cuda.get_device_capability(inputs.device)) < (8, 0):
+                reasons.append("it needs compute capability 8.0, this GPU has {}.{}".format(*capability))
+        elif not (inputs.device.type == "cpu" and device.is_interpreted()):
+            reasons.append(f"device is {inputs.device.type} (takes cuda)")
+        if inputs.dtype == torch.float64:
+            reasons.append("float64 (takes float32, float16, bfloat16)")
+        if not inputs.is_gaussian:
+            reasons.append("the score is not the Gaussian one, for which the kernels are written")
+        if inputs.blocks is not None:
+            reasons.append("lists of blocks")
+        if inputs.query.shape[-1] > DIMENSIONS:
+            reasons.append(f"{inputs.query.shape[-1]} dimensions (takes up to {DIMENSIONS})")
+        if max(inputs.query.shape[1], inputs.key.shape[1]) >= _MAX_POINTS:
+            reasons.append(f"more than {_MAX_POINTS} points, which its 32-bit offsets do not reach")
+        return reasons
+
+    def attend(self, inputs: Inputs) -> Attended:
+        return device.attend(*_tilings(inputs), inputs.sigma, inputs.value, inputs.bias)
+
+    def can_differentiate(self, inputs: Inputs) -> bool:
+        return True
+
+    def pair_sums(self, inputs: Inputs, terms: PairTerms) -> PairSums:
+        return device.differentiate(*_tilings(inputs), inputs.sigma, inputs.bias, terms)
+
+
+def _tilings(inputs: Inputs) -> tuple[DeviceTiling, DeviceTiling]:
+    key = DeviceTiling(inputs.key)
+    return key if inputs.query is inputs.key else DeviceTiling(inputs.query), key

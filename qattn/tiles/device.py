@@ -1,0 +1,364 @@
+"""Gaussian attention between two clouds on a GPU, and sums of its derivatives over pairs, by kernels of our own.
+
+The counterpart of `tiles.gaussian` for GPUs: the same weights, the same cut-off and the same results, of float32
+points. No pass copies anything to the host. The exception is the first pass with a cut-off, which asks how long lists
+are.
+"""
+
+import functools
+import importlib.util
+import math
+import os
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from qattn.attended import Attended, Derivatives, PairSums, PairTerms
+from qattn.tiles.gaussian import excess
+from qattn.tiles.sizes import TILE
+from qattn.tiles.tiling import FACTOR, log2_sum
+
+__all__ = ["DIMENSIONS", "Cutoff", "DeviceTiling", "attend", "differentiate", "is_interpreted", "why_not_installed"]
+
+DIMENSIONS = 16  # largest dimension: coordinates of a block are held in registers
+_SMALLEST = 2.0**-126  # smaller weights are 0
+_BLOCK = 128  # tiles that are compared at a time
+_COLUMNS = 32  # keys of a block: more would save instructions, but take registers that other warps need
+_SUMMED = 16  # channels of a product R_i · S_j that are summed at a time
+_MARGIN = 1.5  # memory for lists, relative to the longest list of the first pass
+
+
+@functools.cache
+def why_not_installed() -> str | None:
+    """Return the reason why Triton cannot be used, or None."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed (`pip install triton`)"
+    try:
+        importlib.import_module("triton.language")
+    except (ImportError, OSError) as error:
+        return f"triton is installed, but does not import ({type(error).__name__}: {error})"
+    return None
+
+
+def is_interpreted() -> bool:
+    """Return whether Triton interprets kernels, on tensors of a CPU, as TRITON_INTERPRET=1 tells it to."""
+    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+
+
+class DeviceTiling:
+    """Points (B, N, D) of B clouds in tiles, on their device, the last point repeated to fill the last tile.
+
+    Args:
+        points: Coordinates.
+        order: Order (B, N) of the points in the tiles, as from `kd_order`; None for the order of the cloud.
+    """
+
+    def __init__(self, points: Tensor, order: Tensor | None = None) -> None:
+        self.clouds, self.size, self.dims = points.shape
+        self.tiles = -(-self.size // TILE)
+        self._order = order
+        points = self._sorted(points.detach().float())
+        self._points = torch.cat([points, points[:, -1:].expand(-1, self.padded - self.size, -1)], dim=1)
+
+    @property
+    def blocks(self) -> int:
+        """Number of tiles of all clouds."""
+        return self.clouds * self.tiles
+
+    @property
+    def padded(self) -> int:
+        """Number of points with those that fill the last tile."""
+        return self.tiles * TILE
+
+    @cached_property
+    def columns(self) -> Tensor:
+        """Points coordinate by coordinate, (B, D, T · TILE)."""
+        return self._points.mT.contiguous()
+
+    @cached_property
+    def boxes(self) -> Tensor:
+        """Boxes (low, high) around the tiles, (B, 2 D, T)."""
+        tiles = self.columns.unflatten(-1, (self.tiles, TILE))
+        return torch.cat([tiles.amin(-1), tiles.amax(-1)], dim=1)
+
+    @cached_property
+    def _rank(self) -> Tensor | None:
+        """Position of each point in the order, (B, N)."""
+        return None if self._order is None else self._order.argsort(dim=1)
+
+    def _sorted(self, x: Tensor) -> Tensor:
+        return x if self._order is None else _take(x, self._order)
+
+    def rows(self, x: Tensor, fill: float = 0.0) -> Tensor:
+        """Sort x (B, N) or (B, N, C) into tiles, (B, T · TILE[, C]), with a number to fill the last tile."""
+        missing = (0, self.padded - self.size)
+        return pad(self._sorted(x), missing if x.ndim == 2 else (0, 0, *missing), value=fill)
+
+    def from_rows(self, x: Tensor) -> Tensor:
+        """Undo `rows`."""
+        x = x[:, : self.size]
+        return x if self._rank is None else _take(x, self._rank)
+
+    def chunks(self, x: Tensor, width: int) -> Tensor:
+        """Sort x (B, N, C) into tiles and chunks of channels, (chunks, B, T · TILE, width)."""
+        rows = self.rows(pad(x.detach().float(), (0, -x.shape[-1] % width)))
+        return rows.unflatten(-1, (-1, width)).permute(2, 0, 1, 3).contiguous()
+
+    def from_chunks(self, x: Tensor, num_channels: int) -> Tensor:
+        """Undo `chunks`."""
+        return self.from_rows(x.permute(1, 2, 0, 3).flatten(-2)[..., :num_channels])
+
+
+def _take(x: Tensor, index: Tensor) -> Tensor:
+    """Gather rows of x (B, N[, C]) by index (B, N)."""
+    return x.gather(1, index if x.ndim == 2 else index[..., None].expand(-1, -1, x.shape[2]))
+
+
+class Cutoff(NamedTuple):
+    """Tolerance of sums over near tiles only.
+
+    Attributes:
+        tol: Fraction of the sum of a row that may be left out.
+        widths: Memory for the list of a tile, in tiles, by the cloud that attends. The first pass measures it. If a
+            list is longer later, its tile attends to all keys.
+    """
+
+    tol: float
+    widths: dict[DeviceTiling, int]
+
+
+class _Lists(NamedTuple):
+    """Near tiles of each query tile. Lists that are longer than their memory stand for all tiles."""
+
+    counts: Tensor | None  # (B, T) int32
+    tiles: Tensor | None  # (B, T, width) int32
+    width: int
+
+
+_ALL = _Lists(None, None, 1)
+
+
+class _Weights(NamedTuple):
+    """Weights e^b = 2^(c β) e^top of the points of a tiling."""
+
+    beta: Tensor  # (B, T · TILE), −inf in the padding
+    top: Tensor  # (B, 1)
+
+
+def attend(
+    query: DeviceTiling,
+    key: DeviceTiling,
+    sigma: Tensor | None,
+    value: Tensor | None,
+    bias: Tensor | None,
+    cutoff: Cutoff | None = None,
+) -> Attended:
+    """Attend with the scores −‖q − k‖² / 2σ² + b.
+
+    Args:
+        query: Clouds that attend.
+        key: Clouds attended to; the same object if clouds attend to themselves.
+        sigma: Bandwidths (B,); 1 if None.
+        value: Values (B, M, C) in the order of the clouds, or None for lse alone.
+        bias: Biases (B, M), 0 if None.
+        cutoff: Which keys may be left out; None to compute all pairs.
+    """
+    from qattn.tiles.gpu import gaussian  # here, because Triton is optional
+
+    bias = _biases(key, bias)
+    scale = _scale(query, sigma)
+    beta, top = _weights(key, bias, scale)
+    near = _ALL
+    if cutoff is not None:
+        near = _near_tiles(query, key, scale, bias, bias if value is None else bias + excess(value, bias), cutoff)
+    lse = beta.new_empty(query.clouds, query.padded)
+    tiny = key.size * _SMALLEST / torch.finfo(torch.float32).eps  # sums above it are not affected by weights that are 0
+    points, sizes = (query.columns, key.columns, beta, scale, top), (query.padded, key.padded)
+    if value is None:
+        _launch(
+            gaussian.sum_blocks, (query.blocks,), _warps(query.dims), *points, near.counts, near.tiles, lse, tiny,
+            *sizes, DIMS=query.dims, WIDTH=near.width, ROWS=TILE, COLUMNS=_COLUMNS,
+        )  # fmt: skip
+        return Attended(None, query.from_rows(lse))
+    values = _chunked(key, value)
+    width = values.shape[-1]
+    out = values.new_empty(len(values), query.clouds, query.padded, width)
+    _launch(
+        gaussian.attend_blocks, (query.blocks, len(values)), _warps(query.dims), *points, values, 1.0, near.counts,
+        near.tiles, lse, out, tiny, query.clouds, *sizes, DIMS=query.dims, CHANNELS=width,
+        IS_NARROW=_is_narrow(value), WIDTH=near.width, ROWS=TILE, COLUMNS=_COLUMNS,
+    )  # fmt: skip
+    return Attended(query.from_chunks(out, value.shape[-1]).to(value.dtype), query.from_rows(lse))
+
+
+def differentiate(
+    query: DeviceTiling,
+    key: DeviceTiling,
+    sigma: Tensor | None,
+    bias: Tensor | None,
+    terms: PairTerms,
+    cutoff: Cutoff | None = None,
+) -> PairSums:
+    """Compute sums over pairs of the terms s̄_ij = exp(s_ij − shift_i) R_i · S_j.
+
+    Sums over keys are one pass over pairs, those over queries another, and those of values a third. No two programs add
+    to the same sum, so that results are the same in every run.
+
+    Args:
+        query: Clouds that attend.
+        key: Clouds attended to.
+        sigma: Bandwidths (B,); 1 if None.
+        bias: Biases (B, M) of the scores s, 0 if None.
+        terms: Rows R, columns S and shifts, and the sums that are needed.
+        cutoff: Terms that may be left out, fractions of Σ_j p_ij |S_j| and of Σ_i p_ij |R_i|; None to compute all.
+    """
+    bias, scale = _biases(key, bias), _scale(query, sigma)
+    beta, top = _weights(key, bias, scale)
+    row, column, shift = (x.detach().float() for x in terms[:3])
+    shift = shift - top
+    shifts = query.rows(shift / (scale[:, None] * math.log(2)), torch.inf)
+    rows, columns = query.chunks(row, _SUMMED), key.chunks(column, _SUMMED)
+    D = query.dims
+
+    near = _ALL
+    if cutoff is not None:
+        sized = bias + torch.log(column.abs().amax(-1))
+        near = _near_tiles(query, key, scale, sized, sized, cutoff)
+    sums = query.from_rows(_summed(query, key, shifts, beta, scale, rows, columns, terms.by_points, near))
+    result = PairSums(Derivatives(sums[..., 0], sums[..., 2:], sums[..., 1]))
+    if not (terms.by_column or terms.num_values):
+        return result
+    if cutoff is not None:
+        sized = torch.log(row.abs().amax(-1)) - shift
+        near = _near_tiles(key, query, scale, sized, sized, cutoff)
+    if terms.by_column:
+        sums = key.from_rows(_summed(key, query, -beta, -shifts, scale, columns, rows, terms.by_points, near))
+        result = result._replace(column_total=sums[..., 0], column_first=-sums[..., 2 : 2 + D])
+    if terms.num_values:
+        values = _summed_values(key, query, -beta, -shifts, scale, row[..., : terms.num_values], near)
+        result = result._replace(values=values)
+    return result
+
+
+def _summed(
+    query: DeviceTiling,
+    key: DeviceTiling,
+    shifts: Tensor,
+    beta: Tensor,
+    scale: Tensor,
+    rows: Tensor,
+    columns: Tensor,
+    by_points: bool,
+    near: _Lists,
+) -> Tensor:
+    """Compute Σ_j s̄_ij (1, ‖k_j − q_i‖², k_j − q_i), (B, T · TILE, 2 + D); the last are 0 if not by points."""
+    from qattn.tiles.gpu import gaussian  # here, because Triton is optional
+
+    sums = beta.new_zeros(query.clouds, 2 + query.dims, query.padded)
+    step = 4 if query.dims <= 8 else 2  # coordinates at a time, so that their sums fit into registers
+    for first in range(0, query.dims if by_points else 1, step):
+        last = min(first + step, query.dims) if by_points else 0
+        _launch(
+            gaussian.differentiate_blocks, (query.blocks,), 4, query.columns, shifts, key.columns, beta,
+            scale, rows, columns, near.counts, near.tiles, sums, query.clouds, query.padded, key.padded,
+            DIMS=query.dims, FIRST=first, LAST=last, CHUNKS=len(rows), CHANNELS=_SUMMED, WIDTH=near.width,
+            ROWS=TILE, COLUMNS=_COLUMNS,
+        )  # fmt: skip
+    return sums.mT
+
+
+def _summed_values(
+    query: DeviceTiling, key: DeviceTiling, shifts: Tensor, beta: Tensor, scale: Tensor, value: Tensor, near: _Lists
+) -> Tensor:
+    """Compute Σ_j p_ij v_j (B, N, C) for values (B, M, C)."""
+    from qattn.tiles.gpu import gaussian  # here, because Triton is optional
+
+    values = _chunked(key, value)
+    width = values.shape[-1]
+    out = values.new_empty(len(values), query.clouds, query.padded, width)
+    _launch(
+        gaussian.sum_values, (query.blocks, len(values)), _warps(query.dims), query.columns, shifts, key.columns, beta,
+        scale, values, 1.0, near.counts, near.tiles, out, query.clouds, query.padded, key.padded,
+        DIMS=query.dims, CHANNELS=width, IS_NARROW=False, WIDTH=near.width, ROWS=TILE, COLUMNS=_COLUMNS,
+    )  # fmt: skip
+    return query.from_chunks(out, value.shape[-1])
+
+
+def _near_tiles(
+    query: DeviceTiling, key: DeviceTiling, scale: Tensor, bias: Tensor, most: Tensor, cutoff: Cutoff
+) -> _Lists:
+    """List the key tiles that matter to each query tile, for sums of e^bias in which each key matters as e^most."""
+    from qattn.tiles.gpu.cutoff import list_near_tiles  # here, because Triton is optional
+
+    top = _top(bias)
+    sums, tops = (_log2_of_tiles(key, (x - top) / math.log(2)) for x in (bias, most))
+    floors = sums.new_full((query.clouds, query.tiles), -torch.inf)
+    if query is key:  # the sum of a row is at least the term of the point itself
+        floors = key.rows((bias - top) / math.log(2), torch.inf).unflatten(-1, (-1, TILE)).amin(-1)
+    counts = torch.empty(floors.shape, dtype=torch.int32, device=floors.device)
+
+    def listed(width: int) -> _Lists:
+        lists = counts.new_empty(*counts.shape, width)
+        _launch(
+            list_near_tiles, (counts.numel(),), 4, query.boxes, key.boxes, floors, tops, sums, scale, counts, lists,
+            math.log2(cutoff.tol), query.tiles, key.tiles, DIMS=query.dims, WIDTH=width, BLOCK=_BLOCK,
+        )  # fmt: skip
+        return _Lists(counts, lists, width)
+
+    if query not in cutoff.widths:
+        longest = int(_MARGIN * int(listed(1).counts.amax()))  # type: ignore[union-attr]
+        # Few different widths, as kernels are compiled for each.
+        cutoff.widths[query] = min(1 << (key.tiles - 1).bit_length(), 1 << max(0, longest - 1).bit_length())
+    return listed(cutoff.widths[query])
+
+
+def _log2_of_tiles(key: DeviceTiling, beta: Tensor) -> Tensor:
+    """Compute log₂ Σ 2^β over tiles, (B, T), for β (B, M)."""
+    return log2_sum(key.rows(beta, -torch.inf).unflatten(-1, (-1, TILE)))
+
+
+def _biases(key: DeviceTiling, bias: Tensor | None) -> Tensor:
+    return key.columns.new_zeros(key.clouds, key.size) if bias is None else bias.detach().float()
+
+
+def _top(bias: Tensor) -> Tensor:
+    """Return the largest bias of each cloud, (B, 1); 0 for clouds without keys."""
+    top = bias.amax(-1, keepdim=True)
+    return torch.where(top == -torch.inf, 0, top)
+
+
+def _weights(key: DeviceTiling, bias: Tensor, scale: Tensor) -> _Weights:
+    """Convert biases (B, M) to base 2, relative to the largest of each cloud."""
+    top = _top(bias)
+    return _Weights(key.rows((bias - top) / (scale[:, None] * math.log(2)), -torch.inf), top)
+
+
+def _scale(query: DeviceTiling, sigma: Tensor | None) -> Tensor:
+    """Return c (B,) with exp(−‖x − y‖² / 2σ²) = 2^(−c ‖x − y‖²)."""
+    if sigma is None:
+        return query.columns.new_full((query.clouds,), FACTOR**2)
+    return (FACTOR / sigma.detach().double()).square().float()
+
+
+def _is_narrow(value: Tensor) -> bool:
+    """Return whether 11 bits hold the values."""
+    return value.dtype in (torch.float16, torch.bfloat16)
+
+
+def _warps(dims: int) -> int:
+    """Return the number of warps of a program with which no register spills."""
+    return 4 if dims <= 8 else 8
+
+
+def _chunked(key: DeviceTiling, value: Tensor) -> Tensor:
+    """Return values in chunks of a width with which no register spills."""
+    most = 32 if key.dims <= 4 else 16
+    return key.chunks(value, min(most, max(8, 1 << (value.shape[-1] - 1).bit_length())))
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], num_warps: int, *arguments: Any, **constants: Any) -> None:
+    """Launch a kernel. Loads of the next block would take registers that sums need, so loops are not pipelined."""
+    kernel[grid](*arguments, **constants, num_warps=num_warps, num_stages=1)

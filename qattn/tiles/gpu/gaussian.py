@@ -1,0 +1,260 @@
+"""Gaussian attention over tiles of keys on a GPU, and sums of its derivatives.
+
+Weights are 2^(c (β_j − ‖q_i − k_j‖²)) with one scale c per cloud and biases β, as in the loops for CPUs. Each costs d
+differences of the original coordinates, d multiply-adds, a multiplication by c and one exp2.
+
+Points are stored coordinate by coordinate, (clouds, d, points), and numbers of points are multiples of a tile: biases
+of −inf fill the last one. A program computes a block of rows. It walks over the keys of its cloud in blocks, or over
+the tiles of a list. If a list is longer than the memory for it, it walks over all keys.
+
+Weights are first summed relative to the largest bias of the cloud, which needs no running maximum. Rows whose sum is
+near the smallest float are computed again relative to their own largest exponent.
+
+Tensor cores multiply weights and values. They take 11 bits of a factor, so both are split into a large part and a rest,
+and all products but that of the rests are added: 22 bits. They also truncate sums, so that every block starts from 0.
+"""
+
+# mypy: disable-error-code="no-untyped-def,assignment"
+
+import math
+
+import triton
+import triton.language as tl
+
+from qattn.tiles import sizes
+
+__all__ = ["attend_blocks", "differentiate_blocks", "sum_blocks", "sum_values"]
+
+TILE = tl.constexpr(sizes.TILE)
+LOG_2 = tl.constexpr(math.log(2))
+
+
+@triton.jit
+def _coordinates(points, size, index, DIMS: tl.constexpr):
+    """Load some points as a tuple of coordinates."""
+    x = ()
+    for d in tl.static_range(DIMS):
+        x = x + (tl.load(points + d * size + index),)
+    return x
+
+
+@triton.jit
+def _num_keys(counts, tile, key_size, WIDTH: tl.constexpr):
+    """Count the keys of a query tile."""
+    if counts is not None:
+        count = tl.load(counts + tile)
+        key_size = tl.where(count <= WIDTH, count * TILE, key_size)
+    return key_size
+
+
+@triton.jit
+def _block(lists, tile, start, num_keys, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return the indices of the keys of a block, the start-th of its list and the following ones."""
+    if lists is not None:
+        place = start // TILE
+        listed = tl.load(lists + tile.to(tl.int64) * WIDTH + tl.minimum(place, WIDTH - 1))
+        start += tl.where(num_keys <= WIDTH * TILE, listed - place, 0) * TILE
+    return start + tl.arange(0, COLUMNS)
+
+
+@triton.jit
+def _exponent(query, shift, keys, beta, key_size, j, DIMS: tl.constexpr):
+    """Compute β_j − ‖q_i − k_j‖² − shift_i."""
+    s = tl.load(beta + j)[None, :]
+    for d in tl.static_range(DIMS):
+        x = query[d][:, None] - tl.load(keys + d * key_size + j)[None, :]
+        s = s - x * x
+    if shift is not None:  # last, so that the largest exponent is exactly 0, however far the keys are
+        s = s - shift[:, None]
+    return s
+
+
+@triton.jit
+def _largest(
+    query, keys, beta, key_size, lists, tile, num_keys,
+    DIMS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Compute the largest exponent of each row, 0 for rows without keys."""
+    largest = tl.full((ROWS, COLUMNS), -float("inf"), tl.float32)
+    for start in range(0, num_keys, COLUMNS):
+        j = _block(lists, tile, start, num_keys, WIDTH, COLUMNS)
+        largest = tl.maximum(largest, _exponent(query, None, keys, beta, key_size, j, DIMS))
+    top = tl.max(largest, 1)
+    return tl.where(top == -float("inf"), 0.0, top)
+
+
+@triton.jit
+def _sum(
+    query, shift, scale, keys, beta, key_size, lists, tile, num_keys,
+    DIMS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Sum the weights of each row. Sums cross lanes once, after the loop."""
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, num_keys, COLUMNS):
+        j = _block(lists, tile, start, num_keys, WIDTH, COLUMNS)
+        total += tl.exp2(scale * _exponent(query, shift, keys, beta, key_size, j, DIMS))
+    return tl.sum(total, 1)
+
+
+@triton.jit
+def _split(x):
+    """Split x into a part of 11 bits, rounded to nearest, and the rest."""
+    large = ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    return large, x - large
+
+
+@triton.jit
+def _product(a, b, IS_NARROW: tl.constexpr):
+    """Multiply two matrices to 22 bits of their entries; b has 11 bits if it is narrow."""
+    a, a_rest = _split(a)
+    if IS_NARROW:
+        return tl.dot(a, b, tl.dot(a_rest, b, input_precision="tf32"), input_precision="tf32")
+    b, b_rest = _split(b)
+    product = tl.dot(a_rest, b, tl.dot(a, b_rest, input_precision="tf32"), input_precision="tf32")
+    return tl.dot(a, b, product, input_precision="tf32")
+
+
+@triton.jit
+def _sum_values(
+    query, shift, scale, keys, beta, key_size, values, one, lists, tile, num_keys,
+    DIMS: tl.constexpr, CHANNELS: tl.constexpr, IS_NARROW: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Sum the weights of each row, and the weighted values."""
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    sums = tl.zeros((ROWS, CHANNELS), tl.float32)
+    c = tl.arange(0, CHANNELS)
+    for start in range(0, num_keys, COLUMNS):
+        j = _block(lists, tile, start, num_keys, WIDTH, COLUMNS)
+        weights = tl.exp2(scale * _exponent(query, shift, keys, beta, key_size, j, DIMS))
+        total += weights
+        value = tl.load(values + j[:, None] * CHANNELS + c[None, :]).to(tl.float32)
+        sums += one * _product(weights, value, IS_NARROW)  # times 1: else sums would be accumulated by tensor cores
+    return tl.sum(total, 1), sums
+
+
+@triton.jit
+def _place(query_size, ROWS: tl.constexpr):
+    """Return the cloud, rows and query tile of this program."""
+    program, blocks = tl.program_id(0), query_size // ROWS
+    cloud, block = program // blocks, program % blocks
+    tile = cloud * (query_size // TILE) + block * ROWS // TILE
+    return cloud.to(tl.int64), block * ROWS + tl.arange(0, ROWS), tile
+
+
+@triton.jit
+def sum_blocks(
+    query, keys, beta, scales, tops, counts, lists, lse, tiny, query_size, key_size,
+    DIMS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Compute lse (B, N) for query (B, d, N), keys (B, d, M), beta (B, M), scales and tops (B)."""
+    cloud, i, tile = _place(query_size, ROWS)
+    keys, beta = keys + cloud * DIMS * key_size, beta + cloud * key_size
+    q, scale = _coordinates(query + cloud * DIMS * query_size, query_size, i, DIMS), tl.load(scales + cloud)
+    num_keys = _num_keys(counts, tile, key_size, WIDTH)
+    total = _sum(q, None, scale, keys, beta, key_size, lists, tile, num_keys, DIMS, WIDTH, ROWS, COLUMNS)
+    shift = tl.zeros((ROWS,), tl.float32)
+    if tl.min(total, 0) < tiny:
+        shift = _largest(q, keys, beta, key_size, lists, tile, num_keys, DIMS, WIDTH, ROWS, COLUMNS)
+        total = _sum(q, shift, scale, keys, beta, key_size, lists, tile, num_keys, DIMS, WIDTH, ROWS, COLUMNS)
+    tl.store(lse + cloud * query_size + i, (tl.log2(total) + scale * shift) * LOG_2 + tl.load(tops + cloud))
+
+
+@triton.jit
+def attend_blocks(
+    query, keys, beta, scales, tops, values, one, counts, lists, lse, out, tiny, clouds, query_size, key_size,
+    DIMS: tl.constexpr, CHANNELS: tl.constexpr, IS_NARROW: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Compute lse as `sum_blocks`, and out (chunks, B, N, C) for values (chunks, B, M, C)."""
+    cloud, i, tile = _place(query_size, ROWS)
+    keys, beta = keys + cloud * DIMS * key_size, beta + cloud * key_size
+    chunk = tl.program_id(1).to(tl.int64) * clouds + cloud
+    values, out = values + chunk * key_size * CHANNELS, out + chunk * query_size * CHANNELS
+    q, scale = _coordinates(query + cloud * DIMS * query_size, query_size, i, DIMS), tl.load(scales + cloud)
+    num_keys = _num_keys(counts, tile, key_size, WIDTH)
+    total, sums = _sum_values(
+        q, None, scale, keys, beta, key_size, values, one, lists, tile, num_keys,
+        DIMS, CHANNELS, IS_NARROW, WIDTH, ROWS, COLUMNS,
+    )  # fmt: skip
+    shift = tl.zeros((ROWS,), tl.float32)
+    if tl.min(total, 0) < tiny:
+        shift = _largest(q, keys, beta, key_size, lists, tile, num_keys, DIMS, WIDTH, ROWS, COLUMNS)
+        total, sums = _sum_values(
+            q, shift, scale, keys, beta, key_size, values, one, lists, tile, num_keys,
+            DIMS, CHANNELS, IS_NARROW, WIDTH, ROWS, COLUMNS,
+        )  # fmt: skip
+    if tl.program_id(1) == 0:
+        tl.store(lse + cloud * query_size + i, (tl.log2(total) + scale * shift) * LOG_2 + tl.load(tops + cloud))
+    mean = sums / tl.maximum(total, tiny)[:, None]
+    tl.store(out + i[:, None] * CHANNELS + tl.arange(0, CHANNELS)[None, :], mean)
+
+
+@triton.jit
+def sum_values(
+    query, shifts, keys, beta, scales, values, one, counts, lists, out, clouds, query_size, key_size,
+    DIMS: tl.constexpr, CHANNELS: tl.constexpr, IS_NARROW: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Compute Σ_j 2^(c (β_j − ‖q_i − k_j‖² − shift_i)) v_j, (chunks, B, N, C), for shifts (B, N)."""
+    cloud, i, tile = _place(query_size, ROWS)
+    keys, beta = keys + cloud * DIMS * key_size, beta + cloud * key_size
+    chunk = tl.program_id(1).to(tl.int64) * clouds + cloud
+    values, out = values + chunk * key_size * CHANNELS, out + chunk * query_size * CHANNELS
+    q, scale = _coordinates(query + cloud * DIMS * query_size, query_size, i, DIMS), tl.load(scales + cloud)
+    num_keys = _num_keys(counts, tile, key_size, WIDTH)
+    _, sums = _sum_values(
+        q, tl.load(shifts + cloud * query_size + i), scale, keys, beta, key_size, values, one, lists, tile, num_keys,
+        DIMS, CHANNELS, IS_NARROW, WIDTH, ROWS, COLUMNS,
+    )  # fmt: skip
+    tl.store(out + i[:, None] * CHANNELS + tl.arange(0, CHANNELS)[None, :], sums)
+
+
+@triton.jit
+def differentiate_blocks(
+    query, shifts, keys, beta, scales, rows, columns, counts, lists, sums, clouds, query_size, key_size,
+    DIMS: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, CHUNKS: tl.constexpr, CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Compute Σ_j s̄_ij (1, ‖k_j − q_i‖², k_j − q_i), s̄_ij = 2^(c (β_j − ‖q_i − k_j‖² − shift_i)) R_i · S_j.
+
+    shifts (B, N), rows R (chunks, B, N, C), columns S (chunks, B, M, C); sums (B, 2 + d, N), of which the coordinates
+    FIRST … LAST − 1 are written, and the first two sums if FIRST is 0.
+    """
+    cloud, i, tile = _place(query_size, ROWS)
+    keys, beta = keys + cloud * DIMS * key_size, beta + cloud * key_size
+    q, scale = _coordinates(query + cloud * DIMS * query_size, query_size, i, DIMS), tl.load(scales + cloud)
+    shift = tl.load(shifts + cloud * query_size + i)
+    num_keys = _num_keys(counts, tile, key_size, WIDTH)
+    c = tl.arange(0, CHANNELS)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    second = tl.zeros((ROWS, COLUMNS), tl.float32)
+    first = ()
+    for _ in tl.static_range(LAST - FIRST):
+        first = first + (tl.zeros((ROWS, COLUMNS), tl.float32),)
+    for start in range(0, num_keys, COLUMNS):
+        j = _block(lists, tile, start, num_keys, WIDTH, COLUMNS)
+        cotangent = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for n in tl.static_range(CHUNKS):
+            chunk = n * clouds + cloud
+            r = tl.load(rows + (chunk * query_size + i)[:, None] * CHANNELS + c[None, :])
+            s = tl.load(columns + (chunk * key_size + j)[None, :] * CHANNELS + c[:, None])
+            cotangent += _product(r, s, False)
+        square = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for d in tl.static_range(DIMS):
+            x = tl.load(keys + d * key_size + j)[None, :] - q[d][:, None]
+            square += x * x
+        cotangent *= tl.exp2(scale * (tl.load(beta + j)[None, :] - square - shift[:, None]))
+        total += cotangent
+        second += cotangent * square
+        added = ()
+        for d in tl.static_range(FIRST, LAST):
+            x = tl.load(keys + d * key_size + j)[None, :] - q[d][:, None]
+            added = added + (first[d - FIRST] + cotangent * x,)
+        first = added
+    place = sums + cloud * (2 + DIMS) * query_size + i
+    if FIRST == 0:
+        tl.store(place, tl.sum(total, 1))
+        tl.store(place + query_size, tl.sum(second, 1))
+    for d in tl.static_range(FIRST, LAST):
+        tl.store(place + (2 + d) * query_size, tl.sum(first[d - FIRST], 1))
