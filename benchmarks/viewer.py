@@ -1,0 +1,52 @@
+"""How long does the viewer take from a change of σ or of the steps to new colors?
+
+The model of `qattn view` without a browser: a Dirac on the creature, σ of four spacings, in float32. A change of σ by a
+tenth makes a new operator from the last potential and applies it, a change of the steps applies it again. What the
+browser adds, three bytes per point and a frame, is not included.
+"""
+
+import argparse
+import time
+from dataclasses import replace
+
+from _measure import parsed, save, seconds
+
+from qattn import io, shapes
+from qattn.viewer import Model
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sizes", type=int, nargs="+", default=[5000, 35_000, 100_000, 1_000_000])
+    options = parsed(parser, sizes=[5000])
+    print(__doc__.splitlines()[0])
+    print("| points | first picture | σ changed, 1 step | σ changed, 10 steps | 10 steps again |\n" + "|---" * 5 + "|")
+    small = Model(io.Cloud(shapes.creature(6000)[0].numpy()))
+    small.picture(small.start())  # compiles everything
+    rows = []
+    for n in options.sizes:
+        model = Model(io.Cloud(shapes.creature(n)[0].numpy()))
+        state = model.start()
+        begin = time.perf_counter()
+        model.picture(state)
+        row = {"name": "qattn", "N": n, "first": time.perf_counter() - begin}
+        factors = iter([1.1, 1.0] * 10_000)
+        for name, steps in (("one", 1), ("ten", 10)):
+
+            def change(steps=steps, model=model, state=state, factors=factors):
+                model.picture(replace(state, sigma=state.sigma * next(factors), steps=steps))
+
+            row[name] = seconds(change, budget=1.0)
+        row["again"] = seconds(lambda model=model, state=state: model.picture(state), budget=1.0)
+        rows.append(row)
+        cells = " | ".join(f"{row[name]:.3f} s" for name in ("first", "one", "ten", "again"))
+        print(f"| {n:,} | {cells} |", flush=True)
+    findings = [
+        {"case": f"viewer, {row['N']:,} points", "qattn": f"{row['one']:.3f} s per change of σ", "others": ""}
+        for row in rows
+    ]
+    save("viewer", rows, findings, options.quick)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,342 @@
+"""Pages of the viewer: the controls and the scene of each browser, on viser."""
+
+import contextlib
+import math
+import os
+import tempfile
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import viser
+
+from qattn import io
+from qattn.io import Cloud, Grid
+from qattn.viewer.model import NUM_MODES, NUM_TIMES, PANELS, Model, Picture, State, positions_of, spacing_of
+from qattn.viewer.worker import Worker
+
+__all__ = ["Viewer", "exported_page"]
+
+_SIZE = 2.0  # of a shape in the scene
+_GAP = 1.2  # shapes side by side, in sizes
+_BACKGROUND = 60, 64, 72  # darker than any color of a picture, of which many are white
+_EYE = np.array([0.5, -1.0, 0.4])  # direction to look from, with z up, as viser has it
+_ASIDE = 0.35  # of the camera, to the right, because the controls hide a part of the scene
+_TURNS = {  # of coordinates, so that an axis of the shape points up
+    "y": np.array([[1.0, 0, 0], [0, 0, -1], [0, 1, 0]]),
+    "z": np.eye(3),
+    "x": np.array([[0, 1.0, 0], [0, 0, 1], [1, 0, 0]]),
+}
+
+
+class Viewer:
+    """A server of pages, one for each browser, with a state of its own.
+
+    Args:
+        shape: Cloud, mesh, splats or grid to show first.
+        other: A second shape, for "Match".
+        host: Address to listen on; the loopback address is not reached from other machines.
+        port: Port to listen on, or a free one after it.
+        sigma: Bandwidth to start with, a length; by default one that suits the shape.
+    """
+
+    def __init__(
+        self,
+        shape: Cloud | Grid,
+        other: Cloud | Grid | None = None,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 8080,
+        sigma: float | None = None,
+    ) -> None:
+        self._shape, self._other, self._sigma = shape, other, sigma
+        Model(shape, other).start()  # raises if there is nothing to show
+        self.pages: dict[int, _Page] = {}
+        self._lock = threading.Lock()
+        self._server = _server(host, port)
+        self._server.gui.configure_theme(control_width="large", show_logo=False, show_share_button=False)
+        self._server.on_client_connect(self._open)
+        self._server.on_client_disconnect(self._close)
+
+    @property
+    def address(self) -> str:
+        """Address to open in a browser."""
+        return f"http://{self._server.get_host()}:{self._server.get_port()}"
+
+    def wait(self) -> None:
+        """Serve until the process is interrupted."""
+        self._server.sleep_forever()
+
+    def stop(self) -> None:
+        """Close all pages and the server."""
+        for client_id in list(self.pages):
+            self._close_page(client_id)
+        _stop(self._server)
+
+    def _open(self, client: viser.ClientHandle) -> None:
+        page = _Page(client, Model(self._shape, self._other), self._sigma)
+        with self._lock:
+            self.pages[client.client_id] = page
+        page.recompute()
+
+    def _close(self, client: viser.ClientHandle) -> None:
+        self._close_page(client.client_id)
+
+    def _close_page(self, client_id: int) -> None:
+        with self._lock:
+            page = self.pages.pop(client_id, None)
+        if page is not None:
+            page.close()
+
+
+class _Page:
+    """The controls of one browser, which change its state and ask the worker for a new picture."""
+
+    def __init__(self, client: viser.ClientHandle, model: Model, sigma: float | None) -> None:
+        self._client, self._model = client, model
+        self._state = model.start(sigma)
+        self._scene = _Scene(client.scene, model, "y")
+        self._worker: Worker[tuple[Model, State], tuple[Model, Picture]] = Worker(_computed, self._show, self._fail)
+        self._add_controls()
+        client.scene.on_click()(self._click)
+        self._look()
+
+    def recompute(self) -> None:
+        """Ask for the picture of the current state; the old one stays until it is there."""
+        self._busy.visible = True
+        self._worker.request((self._model, self._state))
+
+    def close(self) -> None:
+        """End the worker, and let go of the model."""
+        self._worker.close()
+        self._scene = self._model = self._client = None  # type: ignore[assignment]
+
+    def _add_controls(self) -> None:
+        gui, state, model = self._client.gui, self._state, self._model
+        self._panel = gui.add_dropdown("Show", PANELS, initial_value=state.panel)
+        self._panel.on_update(self._change)
+        self._sigma = gui.add_slider("σ, log₂ of spacings", *self._exponents(), 0.05, self._exponent(state.sigma))
+        self._sigma.on_update(self._change)
+        self._signal = gui.add_dropdown("Signal", model.signals, initial_value=state.signal)
+        self._steps = gui.add_slider("Steps", 1, 100, 1, state.steps)
+        self._mode = gui.add_slider("Mode", 0, NUM_MODES - 1, 1, state.mode)
+        self._time = gui.add_slider("Time", 0, NUM_TIMES - 1, 1, state.time)
+        for control in (self._signal, self._steps, self._mode, self._time):
+            control.on_update(self._change)
+        self._busy = gui.add_progress_bar(100, animated=True)
+        self._caption = gui.add_markdown("")
+        self._plot: Any = None
+        self._up = gui.add_dropdown("Up", tuple(_TURNS))
+        self._up.on_update(self._turn)
+        opened = gui.add_upload_button("Open a file")
+        opened.on_upload(lambda _: self._read(opened.value, is_second=False))
+        second = gui.add_upload_button("Open a second file, to match")
+        second.on_upload(lambda _: self._read(second.value, is_second=True))
+        export = gui.add_button("Save this page")
+        export.on_click(lambda _: self._export())
+        self._show_controls()
+
+    def _exponents(self) -> tuple[float, float]:
+        low, high = (math.log2(sigma / spacing_of(self._model.shape)) for sigma in self._model.sigma_range)
+        return round(low, 2), round(high, 2)
+
+    def _exponent(self, sigma: float) -> float:
+        low, high = self._exponents()
+        return min(max(math.log2(sigma / spacing_of(self._model.shape)), low), high)
+
+    def _show_controls(self) -> None:
+        """Show the controls of the current panel, and hide the others."""
+        panel = self._state.panel
+        self._signal.visible = self._steps.visible = panel == "Diffuse"
+        self._mode.visible, self._time.visible = panel == "Modes", panel == "Signatures"
+
+    def _change(self, _: object) -> None:
+        """Take over the values of all controls."""
+        self._state = replace(
+            self._state,
+            panel=self._panel.value,
+            sigma=spacing_of(self._model.shape) * 2.0**self._sigma.value,
+            signal=self._signal.value,
+            steps=int(self._steps.value),
+            mode=int(self._mode.value),
+            time=int(self._time.value),
+        )
+        self._show_controls()
+        self.recompute()
+
+    def _click(self, event: Any) -> None:
+        ray = self._scene.ray(np.array(event.ray_origin), np.array(event.ray_direction))
+        self._state = replace(self._state, point=self._model.pick(*ray))
+        if self._state.panel == "Diffuse" and self._signal.value != "Dirac":
+            self._signal.value = "Dirac"  # which calls `_change`
+        self.recompute()
+
+    def _read(self, uploaded: Any, *, is_second: bool) -> None:
+        """Read an uploaded file; a sentence tells why one is refused, and the old shape stays."""
+        try:
+            shape = _read(uploaded.name, uploaded.content)
+            model = Model(self._model.shape, shape) if is_second else Model(shape)
+            state = replace(self._state, panel="Match") if is_second else model.start()
+        except Exception as error:  # any, because the page should outlive it
+            self._fail(str(error))
+            return
+        self._model, self._state = model, state
+        self._new_scene()
+        self._sigma.min, self._sigma.max = self._exponents()
+        self._signal.options = tuple(model.signals)
+        self._sigma.value, self._steps.value = self._exponent(state.sigma), state.steps
+        self._signal.value, self._panel.value = state.signal, state.panel
+        self._look()
+        self._change(None)
+
+    def _turn(self, _: object) -> None:
+        self._new_scene()
+        self.recompute()
+
+    def _new_scene(self) -> None:
+        self._scene.remove()
+        self._scene = _Scene(self._client.scene, self._model, self._up.value)
+
+    def _look(self) -> None:
+        """Turn the camera to the shapes."""
+        camera = self._client.camera
+        camera.position, camera.look_at = self._scene.eye, self._scene.center
+
+    def _show(self, computed: tuple[Model, Picture]) -> None:
+        model, picture = computed
+        if model is not self._model:  # another file was opened meanwhile
+            return
+        self._scene.draw(picture)
+        self._caption.content = picture.caption
+        if self._plot is not None:
+            self._plot.remove()
+            self._plot = None
+        if picture.curve is not None:
+            x = np.arange(1.0, len(picture.curve) + 1)
+            series = (
+                viser.uplot.Series(label="mode"),
+                viser.uplot.Series(label="frequency", stroke="#d84315", width=2),
+            )
+            self._plot = self._client.gui.add_uplot(
+                (x, picture.curve), series, scales={"x": {"time": False}}, aspect=1.6
+            )
+        self._busy.visible = False
+
+    def _fail(self, sentence: str) -> None:
+        self._caption.content = f"**{sentence}**"
+        self._busy.visible = False
+
+    def _export(self) -> None:
+        try:
+            content = exported_page(self._model, self._model.picture(self._state)).encode()
+            self._client.send_file_download("qattn.html", content)
+        except Exception as error:  # any, because the page should outlive it
+            self._fail(str(error))
+
+
+class _Scene:
+    """The shapes of a page, scaled to `_SIZE` and side by side."""
+
+    def __init__(self, scene: viser.SceneApi, model: Model, up: str) -> None:
+        self._scene, self._model, self._rotation = scene, model, _TURNS[up]
+        low, high = model.positions.min(0), model.positions.max(0)
+        self._middle, self._scale = (low + high) / 2, _SIZE / float(np.linalg.norm(high - low))
+        self._handles: dict[str, Any] = {}
+        scene.set_background_image(np.full((1, 1, 3), _BACKGROUND, np.uint8))
+
+    @property
+    def center(self) -> np.ndarray:
+        """Point that the camera looks at."""
+        shift = 0.5 * _GAP * _SIZE if self._model.other is not None else 0.0
+        return np.array([shift, 0.0, 0.0]) + _ASIDE * np.cross(-_EYE, [0, 0, 1.0])
+
+    @property
+    def eye(self) -> np.ndarray:
+        """Place from which all shapes are seen."""
+        num_shapes = 1.0 if self._model.other is None else 1.7
+        return self.center + 0.85 * num_shapes * _SIZE * _EYE
+
+    def ray(self, origin: np.ndarray, direction: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Convert a ray in the scene to the coordinates of the shape."""
+        return origin @ self._rotation / self._scale + self._middle, direction @ self._rotation
+
+    def draw(self, picture: Picture) -> None:
+        """Draw a picture in place of the last one."""
+        model = self._model
+        positions = model.positions if picture.moved is None else picture.moved
+        self._draw("shape", model.shape, (positions - self._middle) * self._scale, picture.colors, 0.0)
+        if model.other is None:
+            return
+        points = positions_of(model.other)
+        low, high = points.min(0), points.max(0)
+        scaled = (points - (low + high) / 2) * (_SIZE / float(np.linalg.norm(high - low)))
+        colors = np.full((len(points), 3), 190, np.uint8) if picture.other is None else picture.other
+        self._draw("other", model.other, scaled, colors, _GAP * _SIZE)
+
+    def _draw(self, name: str, shape: Cloud | Grid, points: np.ndarray, colors: np.ndarray, shift: float) -> None:
+        points = (points @ self._rotation.T + np.array([shift, 0, 0])).astype(np.float32)
+        if isinstance(shape, Cloud) and shape.faces is not None:
+            self._handles[name] = self._scene.add_mesh_trimesh(f"/{name}", _colored_mesh(points, shape.faces, colors))
+            return
+        handle = self._handles.get(name)
+        if handle is not None and np.array_equal(handle.points, points):
+            handle.colors = colors
+            return
+        size = 1.3 * spacing_of(shape) * _SIZE / shape.extent
+        self._handles[name] = self._scene.add_point_cloud(
+            f"/{name}", points, colors, point_size=size, point_shape="circle", precision="float32"
+        )
+
+    def remove(self) -> None:
+        """Remove the shapes."""
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles = {}
+
+
+def exported_page(model: Model, picture: Picture) -> str:
+    """Return an HTML page that shows a picture by itself, without a server or a network."""
+    server = _server("127.0.0.1", 8080)
+    try:
+        scene = _Scene(server.scene, model, "y")
+        scene.draw(picture)
+        server.initial_camera.look_at = scene.center
+        server.initial_camera.position = scene.eye
+        return server.get_scene_serializer().as_html()
+    finally:
+        _stop(server)
+
+
+def _server(host: str, port: int) -> viser.ViserServer:
+    """Start a server that prints nothing."""
+    with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing):
+        return viser.ViserServer(host=host, port=port, label="qattn", verbose=False)
+
+
+def _stop(server: viser.ViserServer) -> None:
+    with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing):
+        server.stop()
+
+
+def _computed(request: tuple[Model, State]) -> tuple[Model, Picture]:
+    model, state = request
+    return model, model.picture(state)
+
+
+def _read(name: str, content: bytes) -> Cloud | Grid:
+    """Read the content of a file, whose name tells its format."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / Path(name).name
+        path.write_bytes(content)
+        try:
+            return io.read(path)
+        except (ValueError, OSError) as error:
+            raise ValueError(str(error).replace(f"{folder}/", "")) from None
+
+
+def _colored_mesh(vertices: np.ndarray, faces: np.ndarray, colors: np.ndarray) -> Any:
+    import trimesh  # here, because clouds do not need it
+
+    return trimesh.Trimesh(vertices, faces, vertex_colors=colors, process=False)
