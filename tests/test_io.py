@@ -68,9 +68,26 @@ def saved(save, *args, **kwargs):
 
 
 def nrrd_file(encoding):
-    data = {"gzip": gzip.compress(BOX.tobytes("F")), "raw": BOX.tobytes("F")}[encoding]
+    data = {"gzip": gzip.compress(BOX.tobytes("F"), mtime=0), "raw": BOX.tobytes("F")}[encoding]
     header = f"NRRD0004\ntype: uint8\ndimension: 3\nsizes: 4 5 6\nspacings: 1 2 3\nencoding: {encoding}\n\n"
     return header.encode() + data
+
+
+def pcd(encoding):
+    """A PCD file as the Point Cloud Library writes it: padding, and colors in one number."""
+    rows = np.zeros(40, [("xyz", "<f8", 3), ("pad", "u1", 4), ("height", "<f4"), ("rgb", "<u4")])
+    rows["xyz"], rows["height"], rows["rgb"] = X, HEIGHT, 0xFF0A0B0C
+    header = "# .PCD v0.7\nVERSION 0.7\nFIELDS x y z _ height rgb\nSIZE 8 8 8 1 4 4\nTYPE F F F U F U\n"
+    header += f"COUNT 1 1 1 4 1 1\nWIDTH 40\nHEIGHT 1\nVIEWPOINT 0 0 0 1 0 0 0\nPOINTS 40\nDATA {encoding}\n"
+    if encoding == "ascii":
+        lines = [" ".join(f"{n:.17g}" for name in rows.dtype.names for n in np.ravel(row[name])) for row in rows]
+        return (header + "\n".join(lines) + "\n").encode()
+    if encoding == "binary":
+        return header.encode() + rows.tobytes()
+    columns = [*X.T.astype("<f8"), *(np.ascontiguousarray(rows[name]) for name in rows.dtype.names[1:])]
+    content = b"".join(column.tobytes() for column in columns)
+    packed = b"".join(bytes([len(run) - 1]) + run for run in (content[i : i + 32] for i in range(0, len(content), 32)))
+    return header.encode() + np.array([len(packed), len(content)], "<u4").tobytes() + packed
 
 
 def text(separator, header=""):
@@ -93,6 +110,9 @@ WHOLE = {
     "mesh.stl": exported(SPHERE, "stl"),
     "ascii.stl": exported(SPHERE, "stl_ascii"),
     "mesh.glb": exported(colored(), "glb"),
+    "ascii.pcd": pcd("ascii"),
+    "binary.pcd": pcd("binary"),
+    "packed.pcd": pcd("binary_compressed"),
     "scan.las": las(),
     "new.las": las("1.4", 6),
     "scan.laz": las(compress=True),
@@ -104,7 +124,7 @@ WHOLE = {
     "mask.npy": saved(np.save, BOX > 0),
     "mask.npz": saved(np.savez, mask=BOX > 0, spacing=np.array([1.0, 2.0, 3.0])),
     "mask.nii": IMAGE.to_bytes(),
-    "mask.nii.gz": gzip.compress(IMAGE.to_bytes()),
+    "mask.nii.gz": gzip.compress(IMAGE.to_bytes(), mtime=0),
     "second.nii": nibabel.Nifti2Image(BOX, IMAGE.affine).to_bytes(),
     "raw.nrrd": nrrd_file("raw"),
     "gzip.nrrd": nrrd_file("gzip"),
@@ -609,8 +629,10 @@ def test_damaged_files_are_refused_or_read(tmp_path, name, data):
 
 
 @pytest.mark.parametrize(
-    "name", ["binary.ply", "splats.ply", "scan.las", "scan.laz", "array.npy", "arrays.npz", "raw.nrrd"]
-)
+    "name",
+    ["binary.ply", "splats.ply", "binary.pcd", "ascii.pcd", "packed.pcd", "scan.las", "scan.laz", "array.npy",
+     "arrays.npz", "raw.nrrd"],
+)  # fmt: skip
 def test_a_file_that_is_cut_short_is_never_read(tmp_path, name):
     whole = WHOLE[name]
     for size in [*range(0, len(whole), max(1, len(whole) // 25)), len(whole) - 1]:
@@ -710,3 +732,33 @@ def test_masses_of_the_file_come_first():
     cloud = io.Cloud(X, np.array([[0, 1, 2]]))
     assert np.count_nonzero(cloud.mass) == 3
     assert (cloud.with_attributes(mass=np.ones(40)).mass == 1).all()
+
+
+@pytest.mark.parametrize("name", ["ascii.pcd", "binary.pcd", "packed.pcd"])
+def test_fields_of_a_pcd_file(tmp_path, name):
+    cloud = read(tmp_path, name)
+    np.testing.assert_array_equal(cloud.coordinates, X)
+    np.testing.assert_allclose(cloud.attributes["height"], HEIGHT, rtol=1e-6)
+    assert [int(cloud.attributes[color][7]) for color in ("red", "green", "blue")] == [10, 11, 12]
+    assert set(cloud.attributes) == {"height", "red", "green", "blue"}
+
+
+def test_copies_inside_a_packed_pcd_file(tmp_path):
+    """Zeros, once as they are and then as a copy that overlaps itself, with a length in one byte and in two."""
+    header = b"VERSION .7\nFIELDS x y z\nSIZE 4 4 4\nTYPE F F F\nCOUNT 1 1 1\nWIDTH 30\nHEIGHT 1\nPOINTS 30\nDATA "
+    one = np.float32(1).tobytes()
+    packed = b"\x00\x00" + b"\xe0\x64\x00"  # 0, and 109 copies of it
+    packed += b"\x20\x00" + b"\x60\x00"  # 3 and 5 more
+    packed += b"\x01\x00\x00" + b"\x03" + one  # two zeros, and a number
+    packed += b"\xe0\xe3\x03"  # 236 bytes: that number again and again
+    sizes = np.array([len(packed), 360], "<u4").tobytes()
+    cloud = read(tmp_path, "a.pcd", header + b"binary_compressed\n" + sizes + packed)
+    np.testing.assert_array_equal(cloud.coordinates, np.repeat([[0, 1, 1]], 30, axis=0))
+
+
+def test_absent_points_of_a_pcd_file_are_left_out_with_a_word(tmp_path):
+    header = "FIELDS x y z i\nSIZE 4 4 4 2\nTYPE F F F U\nCOUNT 1 1 1 2\nWIDTH 2\nHEIGHT 1\nPOINTS 2\nDATA ascii\n"
+    with pytest.warns(io.PartlyReadWarning, match="1 points that are NaN are left out"):
+        cloud = read(tmp_path, "a.pcd", (header + "nan nan nan 3 4\n1 2 3 5 6\n").encode())
+    np.testing.assert_array_equal(cloud.coordinates, [[1, 2, 3]])
+    np.testing.assert_array_equal(cloud.attributes["i"], [[5, 6]])

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
-import torch
 
 from qattn._types import ArrayLike
+from qattn.bandwidths import spacing
 from qattn.io.errors import RefusedError
 from qattn.kernels import GaussianKernel, Kernel, MixtureKernel
 from qattn.mass import vertex_areas
@@ -19,8 +19,6 @@ from qattn.mass import vertex_areas
 __all__ = ["Cloud", "cloud_from_arrays"]
 
 _FAR = 10.0  # extents from the origin, beyond which float32 would lose digits
-_MAX_DENSE = 2_000  # points for which all distances are computed faster than SciPy is imported
-_MAX_QUERIES = 10_000  # points whose nearest neighbor is searched
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,17 +94,7 @@ class Cloud:
     @cached_property
     def spacing(self) -> float:
         """Mean distance from a point to the nearest distinct one, over at most 10,000 points."""
-        distinct = np.unique(self.points, axis=0)
-        if len(distinct) == 1:
-            return 0.0
-        if len(distinct) <= _MAX_DENSE:
-            x = torch.from_numpy(distinct)
-            distances = torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist").fill_diagonal_(torch.inf)
-            return float(distances.amin(1).double().mean())
-        from scipy.spatial import cKDTree  # here, because SciPy is slow to import
-
-        queries = distinct[:: -(-len(distinct) // _MAX_QUERIES)]
-        return float(cKDTree(distinct).query(queries, 2)[0][:, 1].mean())
+        return spacing(self.points)
 
     @cached_property
     def mass(self) -> np.ndarray | None:

@@ -19,6 +19,7 @@ from qattn.io.npy import read_npy, read_npz
 from qattn.io.nrrd import read_nrrd
 from qattn.io.obj import read_obj
 from qattn.io.off_stl_glb import read_glb, read_off, read_stl
+from qattn.io.pcd import read_pcd
 from qattn.io.ply import read_ply
 from qattn.io.text import read_text
 
@@ -30,6 +31,7 @@ _READERS: dict[str, Callable[[bytes, int], Cloud | Grid]] = {
     "off": read_off,
     "stl": read_stl,
     "glb": read_glb,
+    "pcd": read_pcd,
     "las": read_las,
     "laz": read_las,
     "xyz": read_text,
@@ -63,6 +65,7 @@ def read(path: str | os.PathLike[str], *, limit: int = 4 * 2**30) -> Cloud | Gri
     | ply | cloud, mesh or splats with all vertex properties; polygons and strips are triangulated |
     | obj | mesh or cloud with vertex colors; each vertex once, regardless of materials and objects |
     | off, stl, glb | mesh or cloud with vertex colors; all parts of a scene are joined |
+    | pcd | cloud with all fields, in text, binary or compressed; NaN points are left out |
     | las, laz | cloud with all dimensions |
     | xyz, txt, csv | cloud: columns x, y and z, or the first three; the others are attributes |
     | npy | the same from an array (N, C) without names; a grid if it is boolean or has three axes |

@@ -1,3 +1,3 @@
-"""Compiled loops over tiles of points on a CPU. They depend on clouds, weights and values, and on nothing else."""
+"""Compiled loops over tiles of points, for CPUs and GPUs. They depend on clouds, weights and values alone."""
 
 __all__: list[str] = []

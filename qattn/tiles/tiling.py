@@ -19,9 +19,11 @@ from torch.nn.functional import pad
 from qattn.tiles.sizes import PART, TILE
 from qattn.tiles.threads import chunks, share
 
-__all__ = ["FACTOR", "Tiling", "Tree", "Weights", "kd_order"]
+__all__ = ["FACTOR", "Tiling", "Tree", "Weights", "kd_order", "log2_sum"]
 
 FACTOR = math.sqrt(0.5 / math.log(2))  # exp(−½ x²) = 2^(−(FACTOR x)²)
+_WORD = 16  # bytes that the loops move at once
+_COMPILED_WORDS = 2  # loops are compiled for each width of rows up to this one, and once for all wider ones
 _MIN_POINTS = 2**14  # least number of points per task of a thread
 
 
@@ -33,14 +35,18 @@ def kd_order(points: Tensor, leaf: int = PART) -> Tensor:
     """
     from qattn.tiles.loops import kd  # here, because importing Numba takes a while
 
-    rows = points.detach().clone(memory_format=torch.contiguous_format).numpy()  # (B, N, D), sorted in place
-    B, N, _ = rows.shape
-    order = torch.arange(N).repeat(B, 1)
-    numbers = order.numpy()
+    B, N, D = points.shape
+    num_words = -(-(D + 1) * points.element_size() // _WORD)  # for the coordinates and the index of a point
+    rows = points.new_empty(B, N, num_words * _WORD // points.element_size())
+    rows[..., :D] = points.detach()
+    numbers = rows.view(torch.int32 if points.element_size() == 4 else torch.int64)[..., D]
+    numbers[:] = torch.arange(N)
+    width = (0,) * num_words if num_words <= _COMPILED_WORDS else ()
+    clouds = [(cloud.numpy(), cloud.numpy().view("complex128"), D, width, leaf) for cloud in rows]
     tasks = [(b, 0, N) for b in range(B)]
 
     def split(b: int, first: int, last: int) -> None:
-        middle = kd.split(rows[b], numbers[b], first, last, leaf)
+        middle = kd.split(*clouds[b], first, last)
         halves.extend(run for run in ((b, first, middle), (b, middle, last)) if run[1] < run[2])
 
     # Level by level, until there is enough for all threads to do.
@@ -52,12 +58,8 @@ def kd_order(points: Tensor, leaf: int = PART) -> Tensor:
         halves: list[tuple[int, int, int]] = []
         share(split, tasks)
         tasks = halves
-
-    def sort(b: int, first: int, last: int) -> None:
-        kd.sort(rows[b], numbers[b], first, last, leaf)
-
-    share(sort, tasks)
-    return order
+    share(lambda b, first, last: kd.sort(*clouds[b], first, last), tasks)
+    return numbers.long()
 
 
 class Tree(NamedTuple):
@@ -85,7 +87,7 @@ class Weights(NamedTuple):
         level = self.tiles
         levels = [level]
         while level.shape[1] > 1:
-            level = _log2_sum(pad(level, (0, level.shape[1] % 2), value=-torch.inf).unflatten(1, (-1, 2)))
+            level = log2_sum(pad(level, (0, level.shape[1] % 2), value=-torch.inf).unflatten(1, (-1, 2)))
             levels.append(level)
         return torch.cat(levels, dim=1).flatten()
 
@@ -234,7 +236,7 @@ def _joined(boxes: Tensor, count: int) -> Tensor:
     return torch.cat([low.amin(2), high.amax(2)], dim=-1)
 
 
-def _log2_sum(x: Tensor) -> Tensor:
+def log2_sum(x: Tensor) -> Tensor:
     """Compute log₂ Σ 2^x over the last axis."""
     largest = x.amax(-1, keepdim=True)
     largest = torch.where(largest == -torch.inf, 0, largest)

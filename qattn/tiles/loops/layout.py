@@ -85,7 +85,9 @@ def gather_weights(bias, order, tops, scales, beta, part_sums, sums, least, begi
         beta[tile, count:] = absent
         least[tile] = smallest
         for p in range(PARTS):
-            largest = own[p * PART : (p + 1) * PART].max()
+            largest = absent
+            for j in range(p * PART, (p + 1) * PART):
+                largest = max(largest, own[j])
             if largest > absent:
                 part = splat(beta.dtype.type(0))
                 for j in range(p * PART, (p + 1) * PART, width):

@@ -7,13 +7,16 @@ registers, and on machines with narrower registers LLVM splits them, so that the
 
 # mypy: disable-error-code="no-untyped-def"
 
+import platform
+
 import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
-REGISTER_BYTES = 64 if llvm.get_host_cpu_features().get("avx512f") else 32
+_IS_ARM = platform.machine().lower() in ("aarch64", "arm64")  # whose NEON has registers of 16 bytes
+REGISTER_BYTES = 16 if _IS_ARM else 64 if llvm.get_host_cpu_features().get("avx512f") else 32
 ROWS = 8  # query rows processed at a time: the latency of a multiply-add, in cycles, times two that start per cycle
 FEW = 4  # rows processed at a time where each of them needs two registers
 
