@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: install test quick demo doctor bench docs conformance clean
+.PHONY: install test quick demo doctor bench docs conformance gpu gpu-model matrix dist clean
 
 install: $(VENV)/installed
 
@@ -34,16 +34,38 @@ doctor: install
 bench: install
 	$(BIN)/python benchmarks/all.py $(if $(FULL),--full)
 
+# The site, and a look at each of its pages in a browser, if there is one.
 docs: $(VENV)/documented
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/pytest -n 0 tests/test_site.py
 
 $(VENV)/documented: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
 	touch $@
 
-# The real flash-attn package, its kernel interpreted on a CPU, in an environment of its own.
+# The GPU paths on a CPU: interpreted, compiled for GPUs that are not there, or emulated; in environments of its own.
 conformance:
 	bash conformance/run.sh
 
+# How fast the kernels of the triton backend would be, by a model of their machine code; after `make conformance`.
+gpu-model:
+	PYTHONPATH=conformance .venv-conformance-triton/bin/python benchmarks/gpu_model.py $(if $(RECORD),--record)
+
+# On a machine with a GPU: tests, errors, speed, a million points and a training step, in one report.
+gpu: install
+	$(BIN)/python benchmarks/gpu.py
+
+# The oldest versions that are declared, some between, the newest: half an hour, 6 GB at a time, and 10 GB of wheels kept.
+matrix: install
+	$(BIN)/python tests/matrix.py
+
+# Wheel and sdist, built twice and compared, looked at, installed without extras, and used as README says.
+dist: $(VENV)/distributing
+	$(BIN)/python tests/distribution.py
+
+$(VENV)/distributing: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet build hatchling twine
+	touch $@
+
 clean:
-	rm -rf $(VENV) .venv-conformance .pytest_cache .mypy_cache .ruff_cache site
+	rm -rf $(VENV) .venv-conformance* .matrix dist .pytest_cache .mypy_cache .ruff_cache site

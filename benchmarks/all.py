@@ -21,6 +21,8 @@ SCRIPTS = (
     "million",
     "modalities",
     "spectra",
+    "distance",
+    "viewer",
     "layers",
     "gradients",
     "distributed",

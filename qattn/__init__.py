@@ -13,8 +13,8 @@ makes its rows sum to one. Q keeps constants and mass, is self-adjoint for the m
 | kernels of other data | `MixtureKernel`, `VoxelKernel`, `GraphKernel`, `MatrixKernel` |
 | eigenpairs, signatures, maps | `eigsh`, `Spectrum`, `signatures`, `maps` |
 | layers for networks | `nn` |
-| flows, geodesics, distances | `flows`, `geodesics`, `distances` |
-| masses, shapes, batches, files | `mass`, `shapes`, `sampling`, `ragged`, `io` |
+| distances along a shape and between clouds, flows, geodesics | `distance`, `distances`, `flows`, `geodesics` |
+| bandwidths, masses, shapes, batches, files | `bandwidths`, `mass`, `shapes`, `sampling`, `ragged`, `io` |
 | several processes | `distributed`, and `group=` of `GaussianKernel` |
 | the primitive, and its backends | `attend`, `merge`, `Attended`, `backends` |
 """
@@ -22,7 +22,21 @@ makes its rows sum to one. Q keeps constants and mass, is self-adjoint for the m
 from importlib import import_module
 from types import ModuleType
 
-from qattn import distances, distributed, flows, geodesics, io, maps, mass, ragged, sampling, shapes, signatures
+from qattn import (
+    bandwidths,
+    distance,
+    distances,
+    distributed,
+    flows,
+    geodesics,
+    io,
+    maps,
+    mass,
+    ragged,
+    sampling,
+    shapes,
+    signatures,
+)
 from qattn.attended import Attended, merge
 from qattn.attention import attend
 from qattn.axioms import AxiomReport, check_axioms
@@ -71,9 +85,11 @@ __all__ = [
     "VoxelKernel",
     "attend",
     "backends",
+    "bandwidths",
     "check_axioms",
     "diffuse",
     "diffusion",
+    "distance",
     "distances",
     "distributed",
     "eigsh",

@@ -16,6 +16,9 @@ from qattn._types import ArrayLike, like_input
 __all__ = ["ALONE", "Ranks"]
 
 
+_RUN = 64  # points that are reduced together
+
+
 class Ranks(ABC):
     """A set of processes, each with a shard of the sites, and the reductions that they compute together."""
 
@@ -87,8 +90,12 @@ class Ranks(ABC):
     def box(self, points: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the least and the largest coordinates, (D,) each, of the points (n, D) of all ranks."""
         D = points.shape[-1]
-        columns = points.detach().mT.contiguous()  # extremes along the last axis are found ten times as fast
-        sides = (columns.amax(-1), -columns.amin(-1)) if len(points) else (columns.new_full((D,), -torch.inf),) * 2
+        points = points.detach()
+        if head := len(points) // _RUN * _RUN:  # extremes of long rows are found ten times as fast
+            runs = points[:head].reshape(-1, _RUN * D)
+            ends = torch.stack([runs.amin(0), runs.amax(0)]).reshape(2 * _RUN, D)
+            points = torch.cat([ends, points[head:]])
+        sides = (points.amax(0), -points.amin(0)) if len(points) else (points.new_full((D,), -torch.inf),) * 2
         high = self.maximum(torch.cat(sides))
         return -high[D:], high[:D]
 

@@ -18,6 +18,10 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
+from qattn.attention.native import Native  # noqa: E402
+
+Native.meanwhile = 0  # tests are of the loops, from the first pair on
+
 settings.register_profile("repeatable", derandomize=True, database=None)
 settings.load_profile("repeatable")
 
@@ -32,6 +36,12 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture
+def _flex_everywhere(monkeypatch):
+    """Older versions of torch are a reason of their own against FlexAttention (`tests/test_versions.py`)."""
+    monkeypatch.setattr("qattn._versions._TORCH", (2, 13))
 
 
 @pytest.fixture

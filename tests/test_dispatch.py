@@ -13,6 +13,7 @@ from qattn.attention.dispatch import BACKENDS, ORDER, select
 from qattn.attention.inputs import Inputs
 from qattn.attention.score import gaussian
 from qattn.lift import Extent
+from qattn.tiles import device as triton_device
 
 
 def inputs(dtype=torch.float32, value_dtype=None, device="cpu", score=gaussian, tol=1e-3, batch=1, dims=3):
@@ -30,10 +31,11 @@ FMHA = types.ModuleType("fmha")
 def gpu(monkeypatch):
     """A pretended GPU: fake CUDA tensors, a compute capability, and all packages installed."""
 
-    def pretend(capability=(8, 0), packages=flash_attn.PACKAGES, fmha=FMHA):
+    def pretend(capability=(8, 0), packages=flash_attn.PACKAGES, fmha=FMHA, triton=None):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
         monkeypatch.setattr(flash_attn, "installed", lambda: list(packages))
         monkeypatch.setattr(xformers, "_load", lambda: fmha)
+        monkeypatch.setattr(triton_device, "why_not_installed", lambda: triton)
 
     pretend()
     with FakeTensorMode():
@@ -54,14 +56,31 @@ def test_auto_on_a_cpu_with_another_score_is_reference():
     assert select(inputs(score=lambda q, k: q[0] * k[0]), "auto").name == "reference"
 
 
+@pytest.mark.usefixtures("_flex_everywhere")
 def test_auto_on_a_gpu(gpu):
+    """Direct differences for float32 points, also where no lift is exact enough; 16-bit kernels for 16-bit points."""
+    for value_dtype in (torch.float16, None, torch.float32):
+        assert select(inputs(torch.float32, value_dtype, "cuda"), "auto").name == "triton"
+    assert select(inputs(device="cuda", tol=1e-7), "auto").name == "triton"
+    assert select(inputs(torch.float16, torch.float16, "cuda"), "auto").name == "flash_attn"
+    assert select(inputs(torch.bfloat16, torch.float32, "cuda"), "auto").name == "triton"
+    assert select(inputs(torch.float16, torch.float16, "cuda", tol=1e-7), "auto").name == "triton"
+    assert select(inputs(torch.float64, None, "cuda"), "auto").name == "reference"
+    assert select(inputs(device="cuda", score=lambda q, k: q[0] * k[0]), "auto").name == "flex"
+    gpu(packages=())
+    assert select(inputs(torch.float16, torch.float16, "cuda"), "auto").name == "triton"
+
+
+@pytest.mark.usefixtures("_flex_everywhere")
+def test_auto_on_a_gpu_without_triton(gpu):
+    gpu(triton="triton is not installed")
     assert select(inputs(torch.float32, torch.float16, "cuda"), "auto").name == "flash_attn"
     assert select(inputs(torch.float32, None, "cuda"), "auto").name == "flash_attn"
     assert select(inputs(torch.float32, torch.float32, "cuda"), "auto").name == "sdpa"
     assert select(inputs(torch.float64, None, "cuda"), "auto").name == "reference"
     assert select(inputs(device="cuda", score=lambda q, k: q[0] * k[0]), "auto").name == "flex"
     assert select(inputs(device="cuda", tol=1e-7), "auto").name == "flex"
-    gpu(packages=(), fmha="xformers is not installed")
+    gpu(packages=(), fmha="xformers is not installed", triton="triton is not installed")
     assert select(inputs(torch.float32, torch.float16, "cuda"), "auto").name == "sdpa"
 
 
@@ -83,7 +102,11 @@ def test_reasons_of_the_gpu_backends(gpu):
     ]
     assert reasons("sdpa", inputs(torch.float16, None, "cuda", dims=80)) == ["lifted width 328 (takes up to 256)"]
     assert reasons("native", inputs(device="cuda")) == ["device is cuda (takes cpu)"]
+    assert reasons("triton", inputs(torch.float64, None, "cuda", dims=17)) == [
+        "float64 (takes float32, float16, bfloat16)", "17 dimensions (takes up to 16)",
+    ]  # fmt: skip
     gpu(capability=(7, 5))
+    assert reasons("triton", inputs(device="cuda")) == ["it needs compute capability 8.0, this GPU has 7.5"]
     assert reasons("flash_attn", inputs(device="cuda")) == [
         "flash_attn.cute, flash_attn_interface, flash_attn does not run on compute capability 7.5"
     ]
@@ -119,16 +142,18 @@ def test_explicit_names_are_obeyed(monkeypatch):
 
 def test_unknown_names():
     with pytest.raises(
-        ValueError, match='`backend` should be "auto" or one of native, flash_attn, sdpa, xformers, flex'
+        ValueError, match='`backend` should be "auto" or one of native, triton, flash_attn, sdpa, xformers, flex'
     ):
         attend(torch.randn(5, 3), torch.randn(5, 3), backend="cudnn")
 
 
 def nothing_installed(monkeypatch):
+    monkeypatch.setattr(triton_device, "why_not_installed", lambda: "triton is not installed (`pip install triton`)")
     monkeypatch.setattr(flash_attn, "_load", lambda module: "")
     monkeypatch.setattr(xformers, "_load", lambda: "xformers is not installed (`pip install xformers`)")
 
 
+@pytest.mark.usefixtures("_flex_everywhere")
 def test_the_whole_message_of_a_refused_name(monkeypatch):
     nothing_installed(monkeypatch)
     query, key, value = torch.randn(2, 500, 3), torch.randn(60, 3), torch.randn(60, 16)
@@ -141,6 +166,7 @@ def test_the_whole_message_of_a_refused_name(monkeypatch):
         "    value  (2, 60, 16)  float32  cpu\n"
         "    bias   (2, 60)      float32  cpu\n"
         "  native:     takes them\n"
+        "  triton:     triton is not installed (`pip install triton`); device is cpu (takes cuda)\n"
         "  flash_attn: no FlashAttention package is installed (`pip install flash-attn --no-build-isolation`); "
         "device is cpu (takes cuda); values are float32, and it rounds their weights to 16 bits "
         "(takes float16, bfloat16 or no values)\n"

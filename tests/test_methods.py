@@ -213,7 +213,7 @@ def test_an_attention_backend_asked_for_is_used():
     points = sphere(5000).float()
     assert GaussianKernel(points, 0.02, backend="sdpa").method == "exact"
     assert GaussianKernel(points, 0.02, backend="native").method == "tiles"
-    assert 'it takes the backends native and flex, not "sdpa"' in str(GaussianKernel(points, 0.02, backend="sdpa"))
+    assert 'it takes the backends native, triton, flex, not "sdpa"' in str(GaussianKernel(points, 0.02, backend="sdpa"))
 
 
 @pytest.mark.parametrize(
@@ -221,8 +221,11 @@ def test_an_attention_backend_asked_for_is_used():
     [
         ({"method": "fourier", "points": torch.randn(10, 4)}, "up to 3 dimensions, and these points have 4"),
         ({"method": "fourier", "backend": "sdpa"}, "it uses no attention backend"),
-        ({"method": "tiles", "backend": "flex", "points": torch.randn(10, 3).double()}, "does not take float64"),
-        ({"method": "tiles", "backend": "reference"}, 'it takes the backends native and flex, not "reference"'),
+        ({"method": "tiles", "backend": "flex", "points": torch.randn(10, 3).double()}, "do not take float64"),
+        (
+            {"method": "tiles", "backend": "reference"},
+            'it takes the backends native, triton, flex, not "reference"',
+        ),
     ],
 )
 def test_a_method_that_cannot_serve_says_why(arguments, reason):
@@ -231,6 +234,7 @@ def test_a_method_that_cannot_serve_says_why(arguments, reason):
         GaussianKernel(points, 1.0, **arguments)
 
 
+@pytest.mark.usefixtures("_flex_everywhere")
 def test_values_that_a_method_does_not_take():
     kernel = GaussianKernel(torch.randn(100, 3), 1.0, method="tiles", backend="flex")
     with pytest.raises(
@@ -239,6 +243,7 @@ def test_values_that_a_method_does_not_take():
         kernel.attend(torch.zeros(100), torch.zeros(100, 2).double())
 
 
+@pytest.mark.usefixtures("_flex_everywhere")
 def test_methods_by_device():
     """On the devices of others there is "exact"; on CUDA, "fourier" asks for its library."""
     elsewhere = torch.empty(10, 3, device="meta")

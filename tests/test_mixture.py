@@ -168,7 +168,7 @@ def test_laws(normalization):
 def test_splats_follow_the_conventions():
     means, scales, quaternions, logits = (tensor.double() for tensor in splats(50))
     kernel = MixtureKernel.from_splats(means, scales, 7 * quaternions, logits[:, None], 0.1)
-    turns = torch.from_numpy(Rotation.from_quat(quaternions.numpy(), scalar_first=True).as_matrix())
+    turns = torch.from_numpy(Rotation.from_quat(quaternions.roll(-1, dims=-1).numpy()).as_matrix())
     expected = turns @ torch.diag_embed(torch.exp(2 * scales)) @ turns.mT
     torch.testing.assert_close(kernel.tensors[1], expected)
     torch.testing.assert_close(kernel.mass, torch.sigmoid(logits) / torch.sigmoid(logits).sum())

@@ -1,9 +1,6 @@
 """What is particular to the compiled loop: threads, forks, its cache."""
 
 import multiprocessing
-import os
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +11,7 @@ from cases import dense
 from torch.utils.data import DataLoader, Dataset
 
 from qattn import attend
-from qattn.tiles import compiled, threads
+from qattn.tiles import threads
 
 
 def cloud(seed, n=700):
@@ -132,54 +129,6 @@ def test_an_interrupt_drops_the_chunks_not_begun():
     assert len(done) < 1_000
 
 
-SCRIPT = """
-import sys, torch, qattn
-if "nowhere" in sys.argv:
-    from numba.core import caching
-    caching.FunctionCache._impl_class._locator_classes = []
-from qattn.tiles.loops import gaussian
-x = torch.randn(100, 3)
-qattn.attend(x, x, backend="native")
-_, hits, misses = gaussian.attend_tiles.stats
-print(sum(hits.values()), sum(misses.values()))
-"""
-
-
-@pytest.mark.slow
-def test_compiled_once_and_kept_on_disk():
-    """A second process finds the loop compiled."""
-    result(0)
-    run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
-    assert run.stdout.split() == ["1", "0"]
-
-
-def test_what_is_kept_is_what_was_compiled(tmp_path):
-    """Numba's own files can be exchanged by processes that compile at once, and stale ones be loaded."""
-    from qattn.tiles.loops import gaussian
-
-    kept = gaussian.attend_tiles._cache._cache_file
-    assert isinstance(kept, compiled._Files)
-
-    old, new, other = (compiled._Files(tmp_path, "loop-7.py311", stamp) for stamp in ("old", "new", "new"))
-    unrelated = compiled._Files(tmp_path, "loop-71.py311", "old")
-    for files in (old, unrelated):
-        files.save("float32", "old code")
-    assert new.load("float32") is None
-    new.save("float32", "code for float32")
-    other.save("float64", "code for float64")
-    for files in (new, other):
-        assert [files.load(key) for key in ("float32", "float64")] == ["code for float32", "code for float64"]
-    assert old.load("float32") is None  # removed
-    assert unrelated.load("float32") == "old code"
-    assert len(list(tmp_path.iterdir())) == 3
-
-
-@pytest.mark.slow
-def test_works_where_nothing_can_be_kept():
-    run = subprocess.run([sys.executable, "-c", SCRIPT, "nowhere"], capture_output=True, text=True, check=True)
-    assert run.stdout.split() == ["0", "1"]
-
-
 def test_many_small_weights_do_not_round_away():
     """Averages of a constant over a row with a few large weights and very many small ones."""
     key = torch.cat([torch.zeros(64, 1), torch.full((200_000, 1), 6.0)])
@@ -195,40 +144,3 @@ def test_keys_so_far_that_rounding_exceeds_one(dtype, distance):
     _, expected = dense(query, key)
     torch.testing.assert_close(lse.double(), expected, rtol=1e-5, atol=0)
     torch.testing.assert_close(out, torch.ones_like(out))
-
-
-_WITHOUT_COMPILER = """
-import torch, qattn
-
-points, signal = torch.rand(900, 3, dtype=torch.float64), torch.randn(900, 2, dtype=torch.float64)
-K = torch.exp(-((points[:, None] - points) ** 2).sum(-1) / (2 * 0.3**2))
-weights = K / K.sum(1, keepdim=True)
-q = qattn.diffusion(points, 0.3, normalization="row")
-torch.testing.assert_close(q @ signal, weights @ signal)
-mixture = qattn.MixtureKernel(points, torch.zeros(900), 0.3)
-torch.testing.assert_close(mixture.attend(torch.zeros(900).double(), signal).out, weights @ signal)
-assert len(qattn.eigsh(q, 3)) == 3
-distances = (points[:, None] - points - 1).norm(dim=-1).mean() - (points[:, None] - points).norm(dim=-1).mean()
-torch.testing.assert_close(qattn.distances.energy_distance(points, points + 1), distances)
-for call in (
-    lambda: qattn.attend(points, points, backend="native"),
-    lambda: qattn.GaussianKernel(points, 0.3, method="tiles"),
-    lambda: qattn.MixtureKernel(points, torch.zeros(900), 0.3, method="tiles"),
-):
-    try:
-        call()
-    except (NotImplementedError, ValueError) as error:
-        assert "Numba's compiler is turned off, by NUMBA_DISABLE_JIT" in str(error)
-    else:
-        raise AssertionError("nothing was said")
-"""
-
-
-@pytest.mark.slow
-def test_without_a_compiler_others_serve():
-    """And what needs one says so."""
-    environment = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", _WITHOUT_COMPILER], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr

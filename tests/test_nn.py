@@ -482,7 +482,7 @@ def test_exported_with_any_number_of_points(name, tmp_path):
     any_number = torch.export.Dim("N", min=2, max=10**6)
     shapes = {"features": {1: any_number}, "points": {1: any_number}, "mass": {1: any_number}}
     features, points, mass = torch.randn(2, 30, 8), torch.rand(2, 30, 3), torch.rand(2, 30)
-    program = torch.export.export(module, (features, points, mass), dynamic_shapes=shapes)
+    program = torch.export.export(module, (features, points, mass), dynamic_shapes=shapes, strict=False)
     torch.export.save(program, tmp_path / "program.pt2")
     loaded = torch.export.load(tmp_path / "program.pt2").module()
     features, points, mass = torch.randn(2, 77, 8), torch.rand(2, 77, 3), torch.rand(2, 77)

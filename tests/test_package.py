@@ -21,17 +21,18 @@ ROOT = Path(qattn.__file__).parent
 # Lowest first. A module may import modules of lower tiers and of its own, and there are no cycles.
 TIERS = {
     "foundation": (
-        "_types", "_eager", "_warning", "_broadcasting", "_progress", "_vector_jacobian", "_checks", "_meshes",
-        "_scipy", "attended", "lift", "ranks", "ragged", "distributed",
+        "_types", "_versions", "_eager", "_warning", "_broadcasting", "_progress", "_vector_jacobian", "_checks",
+        "_meshes", "_scipy", "attended", "lift", "ranks", "ragged", "distributed",
     ),
     "tiles": ("tiles",),
     "attention": ("attention",),
     "kernels": ("kernels",),
     "operators": (
-        "operators", "spectra", "signatures", "maps", "distances", "flows", "geodesics", "axioms", "mass",
+        "operators", "spectra", "signatures", "maps", "distances", "distance", "flows", "geodesics", "axioms", "mass",
+        "bandwidths",
     ),
     "applications": (
-        "nn", "shapes", "sampling", "sklearn", "doctor", "io", "pictures", "cli", "__main__",
+        "nn", "shapes", "sampling", "sklearn", "doctor", "warm", "io", "pictures", "viewer", "cli", "__main__",
     ),
 }  # fmt: skip
 
@@ -70,8 +71,8 @@ NAMELESS = [("tiles", "__init__"), ("operators", "__init__")]  # packages that e
 def test_every_public_name_exists():
     for path in ROOT.rglob("*.py"):
         parts = path.relative_to(ROOT.parent).with_suffix("").parts
-        if path.parent.name == "loops" or parts[1:] in NAMELESS:
-            continue  # read by Numba alone; nothing of its own
+        if path.parent.name in ("loops", "gpu") or parts[1:] in NAMELESS:
+            continue  # read by Numba or Triton alone; nothing of its own
         module = importlib.import_module(".".join(parts).removesuffix(".__init__"))
         assert module.__all__
         assert all(hasattr(module, name) for name in module.__all__), module.__name__
@@ -142,6 +143,7 @@ def test_import_brings_nothing_heavy():
         "torch._dynamo",
         "torch._inductor",
         "flash_attn",
+        "triton",
         "xformers",
         "trimesh",
         "rtree",
@@ -149,6 +151,7 @@ def test_import_brings_nothing_heavy():
         "laspy",
         "nibabel",
         "nrrd",
+        "viser",
     }
     loaded = run(
         "import sys, torch; before = set(sys.modules); import qattn; print(*(set(sys.modules) - before))"
@@ -179,7 +182,7 @@ def test_works_without_any_optional_library():
     script = (
         "import sys\n"
         "for name in ('typer', 'rich', 'matplotlib', 'flash_attn', 'flash_attn_interface', 'xformers', 'mslk',\n"
-        "             'trimesh', 'rtree', 'sklearn', 'laspy', 'nibabel', 'nrrd'):\n"
+        "             'triton', 'trimesh', 'rtree', 'sklearn', 'laspy', 'nibabel', 'nrrd', 'viser'):\n"
         "    sys.modules[name] = None\n"
         "import torch, qattn\n"
         "x = torch.randn(10, 3)\n"
@@ -208,7 +211,7 @@ def test_doctests():
     names = {"torch": torch, **{name: getattr(qattn, name) for name in qattn.__all__}}
     count = 0
     for path in ROOT.rglob("*.py"):
-        if path.stem != "__main__":
+        if path.stem != "__main__" and path.parent.name != "gpu":  # Triton is optional
             module = importlib.import_module(".".join(path.relative_to(ROOT.parent).with_suffix("").parts))
             failures, tests = doctest.testmod(module, extraglobs=names)
             assert failures == 0

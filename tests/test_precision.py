@@ -228,7 +228,8 @@ def test_the_mean_of_a_signal_does_not_change_its_gradient():
     x = points.double()
     out = diffusion(x, sigma, tol=1e-10, solver=qattn.Solver(max_iter=500)) @ torch.sin(4 * x[:, :2])
     exact = float(torch.autograd.grad((out * torch.cos(5 * x[:, 1:])).sum(), sigma)[0])
-    assert found == pytest.approx([exact] * 4, rel=1e-3)
+    # The parts by the kernel and by the potential are ±12,686, whose last digits in float32 are 1e-3.
+    assert found == pytest.approx([exact] * 4, abs=2e-3)
 
 
 def test_forward_mode_and_transforms_are_refused():

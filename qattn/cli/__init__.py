@@ -5,13 +5,17 @@ from typing import Annotated
 import typer
 
 import qattn
-from qattn.cli import bench, demo, diffuse, doctor, info, mass, spectrum
+from qattn.cli import bench, demo, diffuse, doctor, info, mass, spectrum, view, warm
 from qattn.cli.command import Command, Group
 
 __all__ = ["app"]
 
 app = typer.Typer(cls=Group, no_args_is_help=True, add_completion=False, rich_markup_mode="markdown")
-for _command in (doctor.doctor, demo.demo, info.info, diffuse.diffuse, spectrum.spectrum, mass.mass, bench.bench):
+_COMMANDS = (
+    *(doctor.doctor, warm.warm, demo.demo, view.view, info.info),
+    *(diffuse.diffuse, spectrum.spectrum, mass.mass, bench.bench),
+)
+for _command in _COMMANDS:
     app.command(cls=Command)(_command)
 
 

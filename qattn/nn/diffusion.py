@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from qattn import _checks
 from qattn._eager import eager
+from qattn._versions import is_exporting
 from qattn.attention.api import BackendName
 from qattn.attention.dispatch import BACKENDS
 from qattn.distributed.group import Group, GroupLike
@@ -182,7 +183,7 @@ class QDiffusion(nn.Module):
                 f"bandwidth, at points {tuple(points.shape)}; got {tuple(signal.shape)}."
             )
         m = self.num_applications
-        if torch.compiler.is_exporting():
+        if is_exporting():
             self.ranks.check_alone("torch.export")
             options: dict[str, Any] = {"normalization": self.normalization, "tol": self.tol, **asdict(self.solver)}
             options |= {"method": self._method, "backend": self._backend}

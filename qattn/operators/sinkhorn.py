@@ -124,11 +124,14 @@ def solve_potential(
     Q is applied in the last pass of the iteration, unless a gradient is required.
     """
     log_mass = log_of_mass(mass)
-    if value is not None:  # values may be NaN at points without mass
+    has_massless = bool(kernel.ranks.largest((mass == 0).to(mass.dtype)).any())
+    if value is not None and has_massless:  # where values may be NaN
         value = torch.where((mass == 0)[..., None], 0, value)
     has_gradient = needs_gradient(kernel, mass, *(() if value is None else (value,)))
     with torch.set_grad_enabled(torch.is_grad_enabled() and solver.adjoint == "unroll"):
-        result, out = _iterate(kernel, mass, log_mass, start, tol, solver, None if has_gradient else value)
+        result, out = _iterate(
+            kernel, mass, log_mass, has_massless, start, tol, solver, None if has_gradient else value
+        )
     if tol > 0 and not result.converged.all():
         worst = float(result.marginal_error[~result.converged].amax())
         warn_caller(
@@ -149,6 +152,7 @@ def _iterate(
     kernel: Kernel,
     mass: Tensor,
     log_mass: Tensor,
+    all_rows: bool,
     start: Tensor | None,
     tol: float,
     solver: Solver,
@@ -159,7 +163,6 @@ def _iterate(
     min_iter = _MIN_UNROLLED if torch.is_grad_enabled() and needs_gradient(kernel, log_mass) else 1
     f = torch.zeros(kernel.shape[:-1], dtype=kernel.dtype, device=kernel.device) if start is None else start
     batch, has_no_mass = f.shape[:-1], log_mass == -torch.inf
-    all_rows = bool((kernel.ranks.largest(has_no_mass.to(share)) > 0).any())
     step = Chebyshev()
     is_active = torch.ones(batch, dtype=torch.bool, device=f.device)
     is_plain = torch.full_like(is_active, solver.iteration == "plain")

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from qattn.kernels import GaussianKernel
 from qattn.operators.diffusion import Diffusion, diffusion
+from qattn.tiles.compiled import why_not_compiled
 from qattn.tiles.tiling import kd_order
 
 __all__ = ["centers_of_mass", "coarse_operator"]
@@ -24,7 +25,7 @@ _SAMPLES = 256  # centers at which row sums are measured
 
 
 def coarse_operator(kernel: GaussianKernel, mass: Tensor, num_columns: int) -> Diffusion | None:
-    """Return the operator of a coarse level, or None if there are too few points or neighbors for one.
+    """Return the operator of a coarse level, or None if there are too few points or neighbors, or no compiled sort.
 
     Args:
         kernel: Kernel of the points.
@@ -32,7 +33,7 @@ def coarse_operator(kernel: GaussianKernel, mass: Tensor, num_columns: int) -> D
         num_columns: Number of eigenvectors that the coarse level should have.
     """
     num_sites = int(kernel.ranks.sum((mass > 0).sum()))
-    if num_sites < max(_MIN_SITES, 4 * _GROUP * num_columns):
+    if num_sites < max(_MIN_SITES, 4 * _GROUP * num_columns) or why_not_compiled():
         return None
     centers, masses = centers_of_mass(kernel.points.detach(), mass)  # on each rank, those of its own points
     # Centers have fewer neighbors than points, by as much as they are fewer; a larger bandwidth compensates.
