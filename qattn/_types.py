@@ -1,15 +1,18 @@
 """Types of arguments, and conversion of results to the type of an argument."""
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from torch import Tensor
 
-__all__ = ["ArrayLike", "like_input"]
+__all__ = ["ArrayLike", "MassLike", "like_input"]
 
 ArrayLike: TypeAlias = Tensor | np.ndarray | Sequence[Any] | float
 """A tensor, or anything that `numpy.asarray` makes an array of numbers."""
+
+MassLike: TypeAlias = ArrayLike | Literal["density"]
+"""Masses, or the name of a way to find them."""
 
 
 def like_input(result: Tensor, given: ArrayLike) -> Any:

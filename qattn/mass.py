@@ -4,7 +4,7 @@ r"""Masses of points: the share of a shape that each point represents.
 |---|---|---|
 | `vertex_areas` | 1/3 Σ_{T∋i} area(T) over triangles | area |
 | `vertex_volumes` | 1/4 Σ_{T∋i} volume(T) over tetrahedra | volume |
-| `density` | 1 / Σ_j K_ij, scaled | 1 |
+| `density` | such that Σ_j K_ij m_j is nearly the same for all i | 1 |
 | `voxel_density` | the same for voxels, with a Gaussian of 3 voxels | 1 |
 
 A normalized operator does not depend on the scale of its masses, so areas and volumes are not scaled.
@@ -18,11 +18,11 @@ from torch import Tensor
 from qattn import _checks
 from qattn._eager import eager
 from qattn._meshes import check_simplices
-from qattn._types import ArrayLike, like_input
+from qattn._types import ArrayLike, MassLike, like_input
 from qattn.kernels import Kernel, VoxelKernel
 from qattn.kernels.gaussian.kernel import as_kernel
 
-__all__ = ["density", "vertex_areas", "vertex_volumes", "voxel_density"]
+__all__ = ["density", "mass_of", "vertex_areas", "vertex_volumes", "voxel_density"]
 
 _VOXEL_SIGMA = 3.0  # voxels, as in appendix G of the paper
 
@@ -81,13 +81,19 @@ def vertex_volumes(vertices: ArrayLike, tetrahedra: ArrayLike) -> Any:
 
 
 @eager
-def density(points_or_kernel: ArrayLike | Kernel, sigma: ArrayLike | None = None, **kernel: Any) -> Any:
-    r"""Compute m_i = 1 / Σ_j K_ij, scaled to sum 1: in dense regions each point has less mass.
+def density(
+    points_or_kernel: ArrayLike | Kernel, sigma: ArrayLike | None = None, *, num_iter: int = 4, **kernel: Any
+) -> Any:
+    r"""Compute masses for which Σ_j K_ij m_j is nearly constant, by m ← m / (K m): less mass where points are dense.
+
+    The first iteration gives m_i = 1 / Σ_j K_ij, a density at the scale of the kernel. The others sharpen it, to scales
+    at which random points are clumps and gaps. In the limit K diag(m) is a diffusion without any normalization.
 
     Args:
         points_or_kernel: Points of shape (*batch, N, d), or a `Kernel`.
         sigma: Bandwidth of the Gaussian kernel of points, a number or shape (H,) for H heads. Take a few spacings of
             the points: with less a point has no neighbors, with much more the shape counts instead of its sampling.
+        num_iter: Number of iterations, each of one kernel pass.
         **kernel: Further arguments of `GaussianKernel`.
 
     Returns:
@@ -98,10 +104,22 @@ def density(points_or_kernel: ArrayLike | Kernel, sigma: ArrayLike | None = None
         array([0.25, 0.25, 0.5 ])
     """
     k = as_kernel(points_or_kernel, sigma, **kernel)
-    lse = k.attend(torch.zeros(k.shape[:-2] + k.shape[-1:], dtype=k.dtype, device=k.device)).lse
-    _check_row_sums(lse, k)
-    mass = torch.exp(-lse - k.ranks.log_sum(torch.logsumexp(-lse, dim=-1))[..., None])
+    log_mass = torch.zeros(k.shape[:-2] + k.shape[-1:], dtype=k.dtype, device=k.device)
+    for count in range(_checks.integer("num_iter", num_iter, 1)):
+        lse = k.attend(log_mass).lse
+        if count == 0:
+            _check_row_sums(lse, k)
+        log_mass = log_mass - lse
+    mass = torch.exp(log_mass - k.ranks.log_sum(torch.logsumexp(log_mass, dim=-1))[..., None])
     return mass if isinstance(points_or_kernel, Kernel) else like_input(mass, points_or_kernel)
+
+
+def mass_of(mass: MassLike | None, kernel: Kernel) -> Tensor:
+    """Convert masses to a tensor (*batch, N): those of the kernel, of shape (*batch, N, N), if None."""
+    if isinstance(mass, str):
+        _checks.one_of("mass", mass, ("density",))
+        return density(kernel)
+    return _checks.mass(kernel.mass if mass is None else mass, kernel)
 
 
 def voxel_density(mask: ArrayLike) -> Any:
@@ -119,7 +137,7 @@ def voxel_density(mask: ArrayLike) -> Any:
         >>> voxel_density(torch.ones(3, dtype=torch.bool))
         tensor([0.3390, 0.3220, 0.3390])
     """
-    return like_input(density(VoxelKernel(mask, _VOXEL_SIGMA)), mask)
+    return like_input(density(VoxelKernel(mask, _VOXEL_SIGMA), num_iter=1), mask)
 
 
 def _at_corners(vertices: Tensor, simplices: Tensor) -> tuple[Tensor, ...]:

@@ -1,13 +1,14 @@
 """Masses: closed forms, laws of scale and of splitting, gradients."""
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 from cases import sphere
 
-from qattn import GaussianKernel, GraphKernel, MatrixKernel, VoxelKernel, diffusion, mass, shapes
+from qattn import GaussianKernel, GraphKernel, MatrixKernel, VoxelKernel, diffuse, diffusion, mass, shapes, sinkhorn
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
 
@@ -128,10 +129,40 @@ def test_density_is_the_reciprocal_row_sum():
         q = diffusion(points, sigma, normalization="none")
         rows = q.to_dense().sum(-1) * 40  # of K, as masses are 1/N
         expected = (1 / rows) / (1 / rows).sum(-1, keepdim=True)
-        torch.testing.assert_close(mass.density(points, sigma), expected)
-        torch.testing.assert_close(mass.density(kernel), expected)
+        torch.testing.assert_close(mass.density(points, sigma, num_iter=1), expected)
+        torch.testing.assert_close(mass.density(kernel, num_iter=1), expected)
     assert expected.shape == (3, 2, 40)
     assert isinstance(mass.density(points.numpy(), 0.5), np.ndarray)
+
+
+def test_density_levels_the_row_sums():
+    """Each iteration divides masses by the sums of rows, which become equal."""
+    points = sphere(800)
+    matrix = GaussianKernel(points, 0.2).to_dense()
+    expected, spreads = torch.ones(800, dtype=torch.float64), []
+    for num_iter in range(1, 6):
+        expected = expected / (matrix @ expected)
+        masses = mass.density(points, 0.2, num_iter=num_iter)
+        torch.testing.assert_close(masses, expected / expected.sum())
+        sums = matrix @ masses
+        spreads.append(float(sums.std() / sums.mean()))
+    assert all(after < before for before, after in pairwise(spreads))
+    assert spreads[3] < 0.5 * spreads[0]
+    torch.testing.assert_close(mass.density(points, 0.2), mass.density(points, 0.2, num_iter=4))
+
+
+def test_masses_by_name():
+    points = sphere(300)
+    q = diffusion(points, 0.3, mass="density")
+    torch.testing.assert_close(q.mass, mass.density(points, 0.3))
+    torch.testing.assert_close(sinkhorn(q.kernel, "density").potential, q.potential)
+    heads = diffusion(points, [0.2, 0.4], mass="density")
+    torch.testing.assert_close(heads.mass, mass.density(points, [0.2, 0.4]))
+    smooth, same = diffuse(points, 0.3, points, mass="density")
+    torch.testing.assert_close(smooth, q @ points)
+    torch.testing.assert_close(same.mass, q.mass)
+    with pytest.raises(ValueError, match="`mass` should be 'density'; got 'areas'"):
+        diffusion(points, 0.3, mass="areas")
 
 
 def test_density_shares_the_mass_of_one_place():
@@ -163,7 +194,7 @@ def test_density_by_every_method(method):
 
 def test_density_of_other_kernels():
     similarity = torch.tensor([[1.0, 1.0, 0.0], [1.0, 2.0, 1.0], [0.0, 1.0, 0.0]])
-    torch.testing.assert_close(mass.density(MatrixKernel(similarity)), torch.tensor([2.0, 1.0, 4.0]) / 7)
+    torch.testing.assert_close(mass.density(MatrixKernel(similarity), num_iter=1), torch.tensor([2.0, 1.0, 4.0]) / 7)
     ring = torch.tensor([[0, 1, 2, 1, 2, 0], [1, 2, 0, 0, 1, 2]])
     torch.testing.assert_close(mass.density(GraphKernel(ring)), torch.full((3,), 1 / 3))
     with pytest.raises(ValueError, match="should have a positive sum; 1 of 2 are 0"):

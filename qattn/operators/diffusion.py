@@ -26,10 +26,11 @@ from qattn import _checks
 from qattn._broadcasting import Index, broadcast_shapes, own_index
 from qattn._eager import eager
 from qattn._progress import Progress
-from qattn._types import ArrayLike, like_input
+from qattn._types import ArrayLike, MassLike, like_input
 from qattn.kernels import GaussianKernel, Kernel, PointKernel
 from qattn.kernels.base import at_points, fits_memory
 from qattn.kernels.gaussian.kernel import as_kernel
+from qattn.mass import mass_of
 from qattn.operators import scaling
 from qattn.operators.scaling import log_of_mass, shares
 from qattn.operators.sinkhorn import SinkhornResult, Solver, solve_potential
@@ -430,7 +431,7 @@ class _Extension(_Operator):
 def diffusion(
     points_or_kernel: ArrayLike | Kernel,
     sigma: ArrayLike | None = None,
-    mass: ArrayLike | None = None,
+    mass: MassLike | None = None,
     *,
     normalization: Normalization = "sinkhorn",
     tol: float = 1e-3,
@@ -443,7 +444,8 @@ def diffusion(
     Args:
         points_or_kernel: Points of shape (*batch, N, d), or a `Kernel`.
         sigma: Bandwidth of the Gaussian kernel: a number, or (H,) for one head per bandwidth. Only with points.
-        mass: Masses of shape (*batch, N), 0 for padding; by default those of the kernel, or 1/N each.
+        mass: Masses of shape (*batch, N), 0 for padding; by default those of the kernel, or 1/N each. "density" takes
+            those of `qattn.mass.density(kernel)`, for points that are random or uneven.
         normalization: "sinkhorn" preserves constants and mass; "row", "symmetric" and "none" are for comparison.
         tol: Mass-weighted mean of |Q1 − 1| at which the normalization stops; with 0, all passes of the solver are made.
             The error of row sums of a Gaussian kernel of points may be ten times that, and at most 1e-3.
@@ -465,7 +467,7 @@ def diffuse(
     points_or_kernel: ArrayLike | Kernel,
     sigma: ArrayLike | None,
     signal: ArrayLike,
-    mass: ArrayLike | None = None,
+    mass: MassLike | None = None,
     *,
     normalization: Normalization = "sinkhorn",
     tol: float = 1e-3,
@@ -504,7 +506,7 @@ def _made(
     points_or_kernel: ArrayLike | Kernel,
     sigma: ArrayLike | None,
     signal: ArrayLike | None,
-    mass: ArrayLike | None,
+    mass: MassLike | None,
     normalization: Normalization,
     tol: float,
     solver: Solver,
@@ -520,7 +522,7 @@ def _made(
     shared |= {"The shape of `mass`": _checks.kind_of_rows(mass, -1), "Whether there is `init`": init is not None}
     k.ranks.agree("diffusion", k.device, shared | {"Whether there is a `signal`": signal is not None})
     _checks.one_of("normalization", normalization, ("sinkhorn", "row", "symmetric", "none"))
-    m = _checks.mass(k.mass if mass is None else mass, k)
+    m = mass_of(mass, k)
     start = None if init is None else _checks.potential(init, k)
     value = None if signal is None else _checks.signal(signal, k.shape, k.device, k.ranks)
     value = value[:, None] if value is not None and value.ndim == 1 else value

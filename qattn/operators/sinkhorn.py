@@ -17,9 +17,10 @@ from qattn import _checks
 from qattn._broadcasting import Index
 from qattn._eager import eager
 from qattn._progress import Progress
-from qattn._types import ArrayLike
+from qattn._types import ArrayLike, MassLike
 from qattn._warning import warn_caller
 from qattn.kernels.base import Kernel
+from qattn.mass import mass_of
 from qattn.operators.adjoint import Chebyshev, implicit_potential
 from qattn.operators.scaling import apply, log_of_mass, needs_gradient, shares
 
@@ -85,7 +86,7 @@ class SinkhornResult:
 @eager
 def sinkhorn(
     kernel: Kernel,
-    mass: ArrayLike | None = None,
+    mass: MassLike | None = None,
     *,
     tol: float = 1e-3,
     solver: Solver = Solver(),  # noqa: B008 (it is frozen)
@@ -96,7 +97,8 @@ def sinkhorn(
     Args:
         kernel: Kernel K, of shape (*batch, N, N).
         mass: Masses m ≥ 0 of shape (*batch, N), or one that broadcasts; by default those of the kernel, or 1/N each.
-            Points of mass 0 have no influence, so they can be padding.
+            Points of mass 0 have no influence, so they can be padding. "density" takes those of
+            `qattn.mass.density(kernel)`.
         tol: Mass-weighted mean of |Q1 − 1| at which to stop, for each item of the batch. With masses over many decades
             the lightest points hardly count in it: use a smaller `tol` if they matter. With 0, all of
             `solver.max_iter` passes are made.
@@ -112,7 +114,7 @@ def sinkhorn(
     kernel.ranks.agree("sinkhorn", kernel.device, options | {"The shape of `mass`": _checks.kind_of_rows(mass, -1)})
     _checks.not_negative("tol", tol)
     start = None if init is None else _checks.potential(init, kernel)
-    mass = _checks.mass(kernel.mass if mass is None else mass, kernel)
+    mass = mass_of(mass, kernel)
     return solve_potential(kernel, mass, tol, solver, start, None)[0]
 
 

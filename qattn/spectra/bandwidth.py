@@ -1,0 +1,125 @@
+r"""The bandwidth of a diffusion as it is measured, in place of the one that its kernel was given.
+
+On a d-dimensional shape of any form, the Dirichlet energy of the coordinates is known: ∫ Σ_a |∇x_a|² = d ∫ 1. The
+operator's own energy of them therefore tells how far it spreads, as the s for which Q ≈ exp(−s²L/2):
+
+    s² = (2/d) Σ_i m_i u_i · (−log Q u)_i / Σ_i m_i,        −log Q = (I − Q) + (I − Q)²/2 + (I − Q)³/3 + …
+
+Three things make s differ from σ. Each of N random points counts itself twice, as one of the points and as the center,
+so that Q ≈ (1 − ε) Q′ + ε I. Boundaries and masses change the width of rows. And random points conduct like a random
+medium, more slowly than the mean of their steps. Eigenvectors follow the medium: their values change little between
+points that are tightly connected. So do the u: points x that move within their tangent planes, by some steps that
+reduce the energy at short range. The normal directions are left alone, because moves along them would smooth the shape.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from qattn import _checks
+from qattn.kernels import GaussianKernel
+from qattn.operators.diffusion import Diffusion
+
+__all__ = ["effective_sigma"]
+
+_MIN_RATIO = 0.25  # of the widths of rows along a tangent direction and along the widest one
+_NUM_STEPS, _SHORT_RANGE = 4, 0.1  # of the relaxation, Chebyshev's for the modes with (1 − λ)² above this
+_LEAST = 1e-3  # part of σ² that can be measured: with less, a row is its own point
+
+
+@torch.no_grad()
+def effective_sigma(q: Diffusion, dims: int | None = None) -> float:
+    r"""Measure s with Q ≈ exp(−s²L/2), by the energy of the coordinates of the points, in about ten passes.
+
+    Args:
+        q: Operator of one cloud with a Gaussian kernel and one bandwidth, normalized by "sinkhorn" or "row".
+        dims: Dimension d of the shape: 1 for curves, 2 for surfaces, 3 for volumes. By default the mean number of
+            directions in which rows are wide, rounded.
+
+    Returns:
+        The bandwidth s. It is σ if each point is alone in its row, because then nothing is to be measured.
+
+    Examples:
+        >>> points = torch.nn.functional.normalize(torch.randn(2000, 3), dim=-1)
+        >>> q = diffusion(points, 0.1)
+        >>> spectrum = eigsh(q, 4)
+        >>> 0.09 < effective_sigma(q) < 0.1  # each point counts itself twice
+        True
+    """
+    kernel = q.kernel
+    if not isinstance(kernel, GaussianKernel) or len(q.shape) > 2 or q.normalization not in ("sinkhorn", "row"):
+        raise ValueError(
+            "`effective_sigma` needs one cloud with a `GaussianKernel`, one bandwidth, and "
+            f'`normalization="sinkhorn"` or "row"; got {type(kernel).__name__} of shape {tuple(q.shape)} and '
+            f'"{q.normalization}". Take one item first, as in `effective_sigma(q[0])`.'
+        )
+    if dims is not None:
+        dims = min(_checks.integer("dims", dims, 1), kernel.points.shape[-1])
+    mean = _RowMeans(q)
+    points = mean.centered(kernel.points.to(kernel.dtype))
+    widths, directions = _widths_of_rows(q, points)
+    if dims is None:
+        num_wide = (widths > _MIN_RATIO * widths[:, -1:]).sum(-1)
+        dims = max(1, round(float(mean.over_sites(num_wide))))
+    tangents = directions[..., -dims:]
+    tangents = (tangents @ tangents.mT).to(points)  # (N, D, D), projections to tangent spaces
+    u = _relaxed(points, tangents, mean)
+    energy, sigma = float(_log_energy(u, mean)), float(kernel.sigma)
+    return math.sqrt(2 / dims * energy) if 2 / dims * energy > _LEAST * sigma**2 else sigma
+
+
+class _RowMeans:
+    """Means over the rows of Q, each divided by its sum: an operator that keeps constants, however Q has converged.
+
+    It is self-adjoint for the weights w_i = m_i Σ_j Q_ij.
+    """
+
+    def __init__(self, q: Diffusion) -> None:
+        self._kernel, self._bias = q.kernel, q.bias
+        lse = q.kernel.attend(q.bias).lse
+        log_weight = torch.where(q.bias > -torch.inf, q.bias + lse, -torch.inf).double()
+        self._weight = torch.exp(log_weight - q.kernel.ranks.log_sum(torch.logsumexp(log_weight, -1)))  # (N,), sum 1
+
+    def over_sites(self, x: Tensor) -> Tensor:
+        """Compute Σ_i w_i x_i of x (N, …)."""
+        axes = "n,nc->c" if x.ndim == 2 else "n,n->"
+        return self._kernel.ranks.sum(torch.einsum(axes, self._weight, x.double()))
+
+    def centered(self, x: Tensor) -> Tensor:
+        """Subtract the mean of x (N, C), and set it to 0 at sites without mass."""
+        return torch.where(self._weight[:, None] > 0, x - self.over_sites(x).to(x), 0)
+
+    def residual(self, x: Tensor) -> Tensor:
+        """Compute (I − Q) x for x (N, C)."""
+        mean = self._kernel.attend(self._bias, x).out
+        assert mean is not None
+        return torch.where(self._weight[:, None] > 0, x - mean.to(x.dtype), 0)
+
+
+def _widths_of_rows(q: Diffusion, points: Tensor) -> tuple[Tensor, Tensor]:
+    """Return variances (N, D) of the rows of Q over σ², ascending, and their principal directions (N, D, D)."""
+    _, covariances = q.value_and_gradient(points)  # (N, D, D), over σ²
+    return torch.linalg.eigh((0.5 * (covariances + covariances.mT)).double())
+
+
+def _relaxed(points: Tensor, tangents: Tensor, mean: _RowMeans) -> Tensor:
+    """Move points in their tangent planes to reduce their energy at short range: u ← u − ω P (I − Q) P (I − Q) u."""
+    u, low = points, _SHORT_RANGE
+    for n in range(_NUM_STEPS):
+        node = 0.5 * (1 + low) + 0.5 * (1 - low) * math.cos(math.pi * (2 * n + 1) / (2 * _NUM_STEPS))
+        force = _projected(tangents, mean.residual(u))
+        u = u - _projected(tangents, mean.residual(force)) / node
+    return u
+
+
+def _projected(tangents: Tensor, x: Tensor) -> Tensor:
+    return torch.einsum("nab,nb->na", tangents, x)
+
+
+def _log_energy(u: Tensor, mean: _RowMeans) -> Tensor:
+    """Compute Σ_i w_i u_i · (−log Q u)_i, by four terms of the series."""
+    first = mean.residual(u)
+    second = mean.residual(first)
+    terms = u * first + first * first / 2 + first * second / 3 + second * second / 4
+    return mean.over_sites(terms.sum(-1))
