@@ -66,23 +66,21 @@ class Step(NamedTuple):
 def step(monkeypatch):
     """Return a function that makes a training step of a layer with N points, in float16."""
     allow_fake_cuda_tensors()
-    launched, dtypes = [], set()
-
-    def launch(kernel, grid, num_warps, *arguments, **constants):
-        launched.append(kernel)
-        dtypes.update(x.dtype for x in arguments if isinstance(x, torch.Tensor))
-
-    names = ("sum_blocks", "attend_blocks", "sum_values", "differentiate_blocks")
-    for module, kernels in (("gaussian", names), ("cutoff", ["list_near_tiles"])):  # which import Triton
-        monkeypatch.setitem(sys.modules, f"qattn.tiles.gpu.{module}", Mock(**{name: name for name in kernels}))
+    operators = Mock()
     monkeypatch.setattr(device, "why_not_installed", lambda: None)
-    monkeypatch.setattr(device, "_launch", launch)
+    monkeypatch.setitem(sys.modules, "qattn.tiles.gpu.operators", operators)  # which imports Triton
     monkeypatch.setattr(prepared, "kd_order", lambda points: torch.zeros(points.shape[:2], dtype=torch.int64))
     monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
     monkeypatch.setattr(torch.autograd, "grad", grad)
 
+    def launches():
+        calls = operators.method_calls
+        dtypes = {x.dtype for _, arguments, _ in calls for x in arguments if isinstance(x, torch.Tensor)}
+        assert dtypes <= {torch.float32, torch.int32}
+        operators.reset_mock()
+        return Counter(name for name, _, _ in calls)
+
     def run(name, method, num_points, max_iter=3):
-        launched.clear()
         with ExitStack() as stack:
             capability, fake_tensors, _ = fake_cuda()
             stack.enter_context(capability)
@@ -96,14 +94,12 @@ def step(monkeypatch):
                 out = layer(features, points)
                 loss = out.float().square().mean()
             assert torch.float16 in {dtype for dtype, _ in created.tensors}  # else it was not cast
-            forward = Pass(Counter(launched), waits.count)
-            launched.clear()
+            forward = Pass(launches(), waits.count)
             reached = backward([loss], [torch.ones_like(loss)])
             for parameter in layer.parameters():
                 assert reached[edge(parameter)].shape == parameter.shape
                 assert reached[edge(parameter)].dtype == torch.float32
-            assert dtypes <= {torch.float32, torch.int32}
-            return Step(forward, Pass(Counter(launched), waits.count - forward.waits), created.tensors)
+            return Step(forward, Pass(launches(), waits.count - forward.waits), created.tensors)
 
     return run
 

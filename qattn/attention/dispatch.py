@@ -99,7 +99,10 @@ class Dispatch(Engine, Fused):
         kind = inputs.dtype, inputs.channels, None if inputs.value is None else inputs.value.dtype
         if kind not in self._selected:
             inputs = replace(inputs, bias_growth=2.0)
-            self._selected[kind] = self._backend(inputs), inputs.measured_extent
+            backend = self._backend(inputs)
+            attended = backend.attend(inputs)
+            self._selected[kind] = backend, inputs.measured_extent
+            return attended
         backend, extent = self._selected[kind]
         return backend.attend(replace(inputs, known_extent=extent))
 
