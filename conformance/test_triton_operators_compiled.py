@@ -7,14 +7,12 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from conftest import Held
-from pretended_cuda import pretended
+from pretended_cuda import pretended, written_by_inductor
 from torch import Tensor
-from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qattn.attended import PairTerms
@@ -22,24 +20,13 @@ from qattn.tiles import device
 from qattn.tiles.device import DeviceTiling
 
 
-def written_by_inductor(function: Callable[..., Any], *shapes: tuple[int, ...]) -> str:
+def compiled_code(function: Callable[..., Any], *shapes: tuple[int, ...]) -> str:
     """Compile a function of CUDA tensors of these shapes as one graph, and return its code."""
-    torch._dynamo.reset()
-    written: list[str] = []
 
-    def keep(self: Any, wrapper_code: Any) -> Any:
-        written.append(wrapper_code.value)
-        raise RuntimeError("not to be run")
-
-    with (
-        pretended(),
-        mock.patch.object(GraphLowering, "_compile_to_module_lines", keep),
-        FakeTensorMode(allow_non_fake_inputs=True),
-        pytest.raises(Exception, match="not to be run"),
-    ):
+    def call() -> None:
         torch.compile(function, fullgraph=True)(*(torch.empty(shape, device="cuda") for shape in shapes))
-    (code,) = written
-    return code
+
+    return written_by_inductor(call)
 
 
 def launches(code: str) -> Counter[str]:
@@ -72,7 +59,7 @@ def _differentiate(query: Tensor, key: Tensor, row: Tensor, column: Tensor, shif
     ],
 )
 def test_one_graph_holds_the_kernels(function, shapes, expected, held: Held) -> None:
-    found = launches(written_by_inductor(function, *shapes))
+    found = launches(compiled_code(function, *shapes))
     missing = float(sum((Counter(expected) - found).values()) + sum((found - Counter(expected)).values()))
     held("triton: torch.compile, one graph, launches that differ", "code written by Inductor, sm_80", missing, 0)
 
