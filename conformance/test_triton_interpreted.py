@@ -25,6 +25,7 @@ from qattn.kernels.gaussian import calibration
 from qattn.lift import SPLIT_UNIT, extent
 from qattn.tiles import device
 from qattn.tiles.device import Cutoff, DeviceTiling
+from qattn.tiles.gpu import operators
 from qattn.tiles.sizes import TILE
 from qattn.tiles.tiling import kd_order
 
@@ -346,6 +347,21 @@ def test_a_diffusion_end_to_end_equals_native(method, held: Held, monkeypatch: p
         held(f"triton: diffusion by {method}, {name}, against native", INTERPRETED, error, 1e-5)
     assert passes["attend"].call_count > 5
     assert passes["differentiate"].call_count == 2  # of the product, and of the potential
+
+
+@pytest.mark.parametrize("method", ["exact", "tiles"])
+def test_a_diffusion_by_tensor_cores(method, held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sinkhorn passes are lifted, and the product is not."""
+    monkeypatch.setattr(triton, "_MANY_PAIRS", 1)
+    lifted = Mock(wraps=operators.sum_lifted_blocks)
+    monkeypatch.setattr(operators, "sum_lifted_blocks", lifted)
+    points = sphere(300).float()
+    got, expected = (
+        qattn.diffusion(qattn.GaussianKernel(points, 0.2, method=method, backend=backend), tol=1e-4) @ points
+        for backend in ("triton", "native")
+    )
+    assert lifted.call_count > 2
+    held(f"triton: diffusion by {method}, lifted, against native", INTERPRETED, gap(got, expected.double()), 2e-4)
 
 
 def test_several_bandwidths_and_clouds(held: Held) -> None:

@@ -114,8 +114,8 @@ class Inputs:
 
     @property
     def measured_extent(self) -> Extent | None:
-        """The extent, if something has asked for it."""
-        return self.__dict__.get("extent")
+        """The extent, if it is known or something has asked for it."""
+        return self.__dict__.get("extent", self.known_extent)
 
     def describe(self) -> str:
         """Write one aligned line per tensor, for messages."""

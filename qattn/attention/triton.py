@@ -16,7 +16,7 @@ from qattn.lift import SPLIT_UNIT, part_dtype
 from qattn.tiles import device
 from qattn.tiles.device import DIMENSIONS, DeviceTiling
 
-__all__ = ["Triton"]
+__all__ = ["Triton", "is_lift_exact"]
 
 _MAX_POINTS = 2**26  # rows of up to 32 channels that 32-bit offsets reach
 _MANY_PAIRS = 2**29  # from which tensor cores save more than lifting the points costs, by benchmarks/gpu_model.py
@@ -57,7 +57,7 @@ class Triton(Backend, Fused):
         return reasons
 
     def attend(self, inputs: Inputs) -> Attended:
-        is_lifted = inputs.value is None and _is_lift_exact(inputs)
+        is_lifted = is_lift_exact(inputs, len(inputs.query) * inputs.query.shape[1] * inputs.key.shape[1])
         return device.attend(*_tilings(inputs), inputs.sigma, inputs.value, inputs.bias, is_lifted=is_lifted)
 
     def can_differentiate(self, inputs: Inputs) -> bool:
@@ -67,10 +67,9 @@ class Triton(Backend, Fused):
         return device.differentiate(*_tilings(inputs), inputs.sigma, inputs.bias, terms)
 
 
-def _is_lift_exact(inputs: Inputs) -> bool:
-    """Return whether lifted points are exact enough, and so many that it pays to lift them."""
-    (B, N, D), M = inputs.query.shape, inputs.key.shape[1]
-    if B * N * M < _MANY_PAIRS or D > _LIFTED_DIMENSIONS:
+def is_lift_exact(inputs: Inputs, num_pairs: int) -> bool:
+    """Return whether tensor cores may compute lse alone: lifting pays for so many pairs, and is exact to `tol`."""
+    if inputs.value is not None or num_pairs < _MANY_PAIRS or inputs.query.shape[-1] > _LIFTED_DIMENSIONS:
         return False
     return part_dtype(inputs.extent) == torch.float16 and inputs.extent.rounding(SPLIT_UNIT) <= inputs.tol
 
