@@ -25,6 +25,7 @@ from qattn.tiles.tiling import FACTOR, log2_sum
 __all__ = ["DIMENSIONS", "Cutoff", "DeviceTiling", "attend", "differentiate", "is_interpreted", "why_not_installed"]
 
 DIMENSIONS = 16  # largest dimension: coordinates of a block are held in registers
+_TRITON = (3, 5)  # earlier ones do not multiply by blocks of eight channels, and 3.2 has no tuples
 _SMALLEST = 2.0**-126  # smaller weights are 0
 _SUMMED = 16  # channels of a product R_i · S_j that are summed at a time
 _MARGIN = 1.5  # memory for lists, relative to the longest list of the first pass
@@ -37,8 +38,11 @@ def why_not_installed() -> str | None:
         return "triton is not installed (`pip install triton`)"
     try:
         importlib.import_module("triton.language")
+        version = importlib.import_module("triton").__version__
     except (ImportError, OSError) as error:
         return f"triton is installed, but does not import ({type(error).__name__}: {error})"
+    if tuple(int(number) for number in version.split(".")[:2]) < _TRITON:
+        return "needs triton {}.{}, which torch 2.9 brings along, and this is {}".format(*_TRITON, version)
     return None
 
 
