@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from qattn import Solver
-from qattn.kernels.gaussian import prepared
+from qattn.kernels.gaussian import plan, prepared
 from qattn.nn import QAttention, QBlock, QDiffNet
 from qattn.tiles import device
 
@@ -67,7 +67,8 @@ def step(monkeypatch):
     """Return a function that makes a training step of a layer with N points, in float16."""
     allow_fake_cuda_tensors()
     operators = Mock()
-    monkeypatch.setattr(device, "why_not_installed", lambda: None)
+    for module in (device, plan):
+        monkeypatch.setattr(module, "why_not_installed", lambda: None)
     monkeypatch.setitem(sys.modules, "qattn.tiles.gpu.operators", operators)  # which imports Triton
     monkeypatch.setattr(prepared, "kd_order", lambda points: torch.zeros(points.shape[:2], dtype=torch.int64))
     monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
