@@ -47,7 +47,7 @@ $(VENV)/documented: $(VENV)/installed
 conformance:
 	bash conformance/run.sh
 
-# How fast the kernels of the triton backend would be, by a model of their machine code; after `make conformance`.
+# How fast attention kernels would be, ours and others', by a model of their machine code; after `make conformance`.
 gpu-model:
 	PYTHONPATH=conformance:tests .venv-conformance-triton/bin/python benchmarks/gpu_model.py $(if $(RECORD),--record)
 
