@@ -47,9 +47,9 @@ $(VENV)/documented: $(VENV)/installed
 conformance:
 	bash conformance/run.sh
 
-# How fast the kernels of the triton backend would be, by a model of their machine code; after `make conformance`.
+# How fast attention kernels would be, ours and others', by a model of their machine code; after `make conformance`.
 gpu-model:
-	PYTHONPATH=conformance .venv-conformance-triton/bin/python benchmarks/gpu_model.py $(if $(RECORD),--record)
+	PYTHONPATH=conformance:tests .venv-conformance-triton/bin/python benchmarks/gpu_model.py $(if $(RECORD),--record)
 
 # On a machine with a GPU: tests, errors, speed, a million points and a training step, in one report.
 gpu: install

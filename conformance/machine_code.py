@@ -15,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-__all__ = ["Instruction", "Kernel", "Loop", "compiled", "disassembled"]
+__all__ = ["Instruction", "Kernel", "Loop", "assembled", "compiled", "disassembled", "read"]
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _LABEL = re.compile(r"\s*(\.L_\w+):")
@@ -83,10 +83,24 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], capa
     source = ASTSource(kernel, signature, constants, aligned)
     options = {"num_warps": num_warps, "num_stages": 1}
     result = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    cubin = result.asm["cubin"]
+    return read(result.asm["ptx"], result.asm["cubin"], result.metadata.shared)
+
+
+def assembled(ptx: str, capability: int, shared: int) -> Kernel:
+    """Assemble the PTX of a kernel that takes so many bytes of shared memory."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, target = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
+        source.write_text(ptx)
+        # The newer of the two assemblers that Triton brings along: nvcc writes a later version of PTX.
+        subprocess.run([_TOOLS / "ptxas-blackwell", f"-arch=sm_{capability}", "-o", target, source], check=True)
+        return read(ptx, target.read_bytes(), shared)
+
+
+def read(ptx: str, cubin: bytes, shared: int) -> Kernel:
+    """Read what a kernel uses, and its loops."""
     used = _run("cuobjdump", cubin, "-res-usage")
     registers, stack = (int(re.search(rf"{name}:(\d+)", used).group(1)) for name in ("REG", "STACK"))  # type: ignore[union-attr]
-    return Kernel(result.asm["ptx"], cubin, registers, stack, result.metadata.shared, disassembled(cubin))
+    return Kernel(ptx, cubin, registers, stack, shared, disassembled(cubin))
 
 
 def _run(tool: str, cubin: bytes, *options: str) -> str:

@@ -1,4 +1,4 @@
-"""The kernels of the `triton` backend with the constants that `qattn.tiles.device` launches them with; no tests."""
+"""The kernels of the `triton` backend with the constants that `tiles.gpu.operators` launches them with; no tests."""
 
 from typing import Any
 from unittest import mock
@@ -9,15 +9,17 @@ from machine_code import Kernel, compiled
 from qattn.attended import PairTerms
 from qattn.tiles import device
 from qattn.tiles.device import Cutoff, DeviceTiling
+from qattn.tiles.gpu import operators
 
 __all__ = ["TYPES", "build", "constants_of", "launches"]
 
 _FLOATS = (
     "query", "keys", "beta", "scales", "tops", "values", "shifts", "rows", "columns", "lse", "out", "sums", "queries",
-    "floors",
+    "floors", "constants",
 )  # fmt: skip
 TYPES = (
     dict.fromkeys(_FLOATS, "*fp32")
+    | dict.fromkeys(("lifted_query", "lifted_keys"), "*fp16")
     | dict.fromkeys(("counts", "lists"), "*i32")
     | dict.fromkeys(("one", "tiny", "log_tol"), "fp32")
     | dict.fromkeys(("clouds", "query_size", "key_size", "query_tiles", "key_tiles"), "i32")
@@ -31,7 +33,7 @@ def constants_of(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, A
 
 
 def launches(dims: int, channels: int, *, listed: bool = False, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """Return, for each kernel, its constants and its number of warps as `device` launches it.
+    """Return, for each kernel, its constants and its number of warps as `operators` launches it.
 
     Args:
         dims: Dimension of the points.
@@ -45,11 +47,12 @@ def launches(dims: int, channels: int, *, listed: bool = False, dtype: torch.dty
         found.setdefault(kernel.__name__, (kernel, constants_of(kernel, arguments, constants), num_warps))
 
     cloud = DeviceTiling(torch.zeros(1, 64, dims))
-    lists = device._Lists(torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, 1, 256, dtype=torch.int32), 256)
+    lists = device._Lists(torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, 1, 256, dtype=torch.int32))
     cutoff = Cutoff(1e-3, {}) if listed else None
     value, terms = torch.zeros(1, 64, channels, dtype=dtype), torch.zeros(1, 64, channels + 1)
-    with mock.patch.object(device, "_launch", record), mock.patch.object(device, "_near_tiles", return_value=lists):
-        device.attend(cloud, cloud, None, None, None, cutoff)
+    with mock.patch.object(operators, "_launch", record), mock.patch.object(device, "_near_tiles", return_value=lists):
+        for is_lifted in (False, True):
+            device.attend(cloud, cloud, None, None, None, cutoff, is_lifted)
         device.attend(cloud, cloud, None, value, None, cutoff)
         sums = PairTerms(terms, terms, torch.zeros(1, 64), by_column=True, num_values=channels)
         device.differentiate(cloud, cloud, None, None, sums, cutoff)

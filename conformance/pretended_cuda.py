@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _pop_mode_temporarily
 from torch.utils._pytree import tree_map
 
-__all__ = ["Twins", "interpreted", "pretended"]
+__all__ = ["Twins", "interpreted", "pretended", "written_by_inductor"]
 
 _CAPABILITY = (8, 0)
 _A100 = SimpleNamespace(
@@ -77,6 +77,30 @@ def pretended() -> Iterator[None]:
         device_interface.caching_worker_device_properties.pop("cuda", None)
         stack.callback(device_interface.caching_worker_device_properties.pop, "cuda", None)
         yield
+
+
+def written_by_inductor(call: Callable[[], Any]) -> str:
+    """Return the code that Inductor writes for an A100, for what a call compiles first. It is not run."""
+    from torch._inductor.graph import GraphLowering
+
+    written: list[str] = []
+
+    def keep(self: Any, wrapper_code: Any) -> Any:
+        written.append(wrapper_code.value)
+        raise RuntimeError("not to be run")
+
+    torch._dynamo.reset()
+    with (
+        pretended(),
+        mock.patch.object(GraphLowering, "_compile_to_module_lines", keep),
+        FakeTensorMode(allow_non_fake_inputs=True),
+    ):
+        try:
+            call()
+        except Exception:
+            if not written:
+                raise
+    return written[0]
 
 
 class Twins(TorchDispatchMode):

@@ -28,10 +28,9 @@ from fake_cuda import allow_fake_cuda_tensors  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
-from qattn.attention import dot_product  # noqa: E402
 from qattn.attention.flash_attn import PACKAGES, FlashAttn, attend_with  # noqa: E402
 from qattn.attention.inputs import Inputs  # noqa: E402
-from qattn.lift import Extent  # noqa: E402
+from qattn.lift import SPLIT_UNIT, Extent  # noqa: E402
 
 PACKAGE = next(package for package in PACKAGES if package.module == "flash_attn.cute")
 ROWS = 128  # of a block
@@ -95,7 +94,7 @@ def test_the_compiled_kernel_emulated(sigma, held: Held) -> None:
     inputs = Inputs(points, points, value, bias, tol=1.0)
     out, lse = attend_with(PACKAGE, lambda *tensors, **options: emulated(program, *tensors, **options), inputs)
     scores = -0.5 * (points.double()[:, :, None] - points.double()[:, None]).square().sum(-1) + bias.double()[:, None]
-    evidence, bound = "PTX of sm_80, emulated", inputs.extent.rounding(dot_product._UNIT_SPLIT)
+    evidence, bound = "PTX of sm_80, emulated", inputs.extent.rounding(SPLIT_UNIT)
     held(f"flash_attn 4: lse, σ = {sigma}", evidence, float((lse - scores.logsumexp(-1)).abs().amax()), bound)
     error = float((out - scores.softmax(-1) @ value.double()).abs().amax())
     held("flash_attn 4: out, float16", evidence, error, FlashAttn.tolerance[torch.float16])

@@ -19,15 +19,17 @@ from own_kernels import TYPES, constants_of
 from torch import Tensor
 
 from qattn.attended import PairTerms
+from qattn.lift import SPLIT_UNIT, extent
 from qattn.tiles import device
 from qattn.tiles.device import Cutoff, DeviceTiling
+from qattn.tiles.gpu import operators
 from qattn.tiles.tiling import kd_order
 
 EVIDENCE = "PTX of sm_80, emulated"
 
 
 def emulate(kernel: Any, grid: tuple[int, ...], num_warps: int, *arguments: Any, **constants: Any) -> None:
-    """Compile and emulate what `device._launch` would launch."""
+    """Compile and emulate what `operators._launch` would launch."""
     built: Kernel = compiled(kernel, TYPES, constants_of(kernel, arguments, constants), 80, num_warps)
     given = [x for x in arguments if x is not None]
     passed = [np.ascontiguousarray(x.numpy()) if isinstance(x, Tensor) else x for x in given]
@@ -40,7 +42,7 @@ def emulate(kernel: Any, grid: tuple[int, ...], num_warps: int, *arguments: Any,
 @pytest.fixture(autouse=True)
 def _emulated() -> Iterator[None]:
     torch.manual_seed(0)
-    with mock.patch.object(device, "_launch", emulate):
+    with mock.patch.object(operators, "_launch", emulate):
         yield
 
 
@@ -59,6 +61,18 @@ def test_lse(held: Held) -> None:
     _, expected = dense(query, key, None, bias)
     held("triton: lse", EVIDENCE, gap(lse[0], expected[0]), 1e-5)
     held("triton: lse of rows that underflow, relative", EVIDENCE, gap(lse[1] / expected[1], torch.ones(100)), 1e-6)
+
+
+@pytest.mark.parametrize("sigma", [0.2, 0.05])
+def test_lifted_lse(sigma, held: Held) -> None:
+    """Exponents by tensor cores, with their rounding, of points of a sphere; a third of the keys absent."""
+    points = torch.randn(1, 200, 3, dtype=torch.float64)
+    points = (points / points.norm(dim=-1, keepdim=True) / sigma).float()
+    bias = torch.where(torch.arange(200) % 3 == 0, -torch.inf, torch.randn(200))[None]
+    cloud = DeviceTiling(points)
+    _, lse = device.attend(cloud, cloud, None, None, bias, is_lifted=True)
+    bound = extent(points, points, bias).rounding(SPLIT_UNIT)
+    held(f"triton: lifted lse, σ = {sigma}", EVIDENCE, gap(lse, dense(points, points, None, bias)[1]), bound)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

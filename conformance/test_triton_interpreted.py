@@ -6,6 +6,7 @@ of tiles and hard inputs. What it does not: the compiler, and the rounding of te
 
 import itertools
 import math
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -16,12 +17,15 @@ from torch import Tensor
 
 import qattn
 from qattn.attended import PairTerms
+from qattn.attention import triton
 from qattn.attention.dispatch import BACKENDS
 from qattn.attention.inputs import Inputs
 from qattn.attention.triton import Triton
 from qattn.kernels.gaussian import calibration
+from qattn.lift import SPLIT_UNIT, extent
 from qattn.tiles import device
 from qattn.tiles.device import Cutoff, DeviceTiling
+from qattn.tiles.gpu import operators
 from qattn.tiles.sizes import TILE
 from qattn.tiles.tiling import kd_order
 
@@ -132,6 +136,54 @@ def test_far_from_the_origin(held: Held) -> None:
     expected_out, expected_lse = dense(points.double() / 0.3, points.double() / 0.3, value)
     held("triton: a cloud at 1e5, lse", INTERPRETED, gap(lse, expected_lse), 1e-5)
     held("triton: a cloud at 1e5, out", INTERPRETED, gap(out, expected_out), 1e-5)
+
+
+def lifted_lse(query: Tensor, key: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
+    return device.attend(DeviceTiling(query), DeviceTiling(key), None, None, bias, is_lifted=True, **options).lse
+
+
+@pytest.mark.parametrize("D", range(1, 8))
+def test_lifted_lse(D, held: Held) -> None:
+    """Two clouds of ragged sizes far from the origin, a third of the keys absent."""
+    query, key, bias = 3 * torch.randn(2, 70, D), 3 * torch.randn(2, 150, D) + 1, torch.randn(2, 150)
+    bias[:, ::3] = -torch.inf
+    expected = dense(query, key, None, bias)[1]
+    bound = extent(query, key, bias).rounding(SPLIT_UNIT)
+    held(
+        "triton: lifted lse / estimate", INTERPRETED, gap(lifted_lse(query + 1e2, key + 1e2, bias), expected) / bound, 2
+    )
+
+
+def test_lifted_rows_that_underflow_are_computed_from_differences(held: Held) -> None:
+    query, key = torch.randn(1, 100, 3), torch.randn(1, 70, 3)
+    query[:, 64:] += 20
+    bias = torch.where(torch.arange(70) % 5 == 0, -torch.inf, torch.randn(70))[None]
+    lse, expected = lifted_lse(query, key, bias), dense(query, key, None, bias)[1]
+    held(
+        "triton: lifted lse, rows that underflow, relative", INTERPRETED, gap(lse / expected, torch.ones(1, 100)), 1e-5
+    )
+    assert (lifted_lse(query, key, torch.full((1, 70), -torch.inf)) == -torch.inf).all()
+
+
+def test_lifted_lse_over_lists(held: Held) -> None:
+    points, tol = torch.rand(1, 640, 3) / 0.05, 1e-4
+    cloud = sorted_cloud(points)
+    lse = device.attend(cloud, cloud, None, None, None, Cutoff(tol, {}), is_lifted=True).lse
+    bound = tol + extent(points, points, None).rounding(SPLIT_UNIT)
+    held(f"{TILES}, lifted lse / bound", INTERPRETED, gap(lse, dense(points, points)[1]) / bound, 1)
+
+
+@pytest.mark.parametrize(("sigma", "is_lifted"), [(0.1, True), (0.005, False)])
+def test_many_pairs_are_lifted_where_that_is_exact_enough(sigma, is_lifted, held: Held, monkeypatch) -> None:
+    monkeypatch.setattr(triton, "_MANY_PAIRS", 0)
+    attended = Mock(wraps=device.attend)
+    monkeypatch.setattr(device, "attend", attended)
+    points = (ball(300) / sigma).float()
+    lse = attend(query=points, key=points).lse
+    assert attended.call_args.kwargs == {"is_lifted": is_lifted}
+    held("triton: lse, lifted or not / tol", INTERPRETED, gap(lse, dense(points, points)[1]) / 1e-3, 1)
+    attend(query=points, key=points, value=points)
+    assert attended.call_args.kwargs == {"is_lifted": False}
 
 
 def test_reasons_against_inputs() -> None:
@@ -295,6 +347,21 @@ def test_a_diffusion_end_to_end_equals_native(method, held: Held, monkeypatch: p
         held(f"triton: diffusion by {method}, {name}, against native", INTERPRETED, error, 1e-5)
     assert passes["attend"].call_count > 5
     assert passes["differentiate"].call_count == 2  # of the product, and of the potential
+
+
+@pytest.mark.parametrize("method", ["exact", "tiles"])
+def test_a_diffusion_by_tensor_cores(method, held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sinkhorn passes are lifted, and the product is not."""
+    monkeypatch.setattr(triton, "_MANY_PAIRS", 1)
+    lifted = Mock(wraps=operators.sum_lifted_blocks)
+    monkeypatch.setattr(operators, "sum_lifted_blocks", lifted)
+    points = sphere(300).float()
+    got, expected = (
+        qattn.diffusion(qattn.GaussianKernel(points, 0.2, method=method, backend=backend), tol=1e-4) @ points
+        for backend in ("triton", "native")
+    )
+    assert lifted.call_count > 2
+    held(f"triton: diffusion by {method}, lifted, against native", INTERPRETED, gap(got, expected.double()), 2e-4)
 
 
 def test_several_bandwidths_and_clouds(held: Held) -> None:

@@ -15,9 +15,9 @@ import torch
 from conftest import Held
 from torch import Tensor
 
-from qattn.attention import dot_product
 from qattn.attention.inputs import Inputs
 from qattn.attention.xformers import Xformers, attend_with
+from qattn.lift import SPLIT_UNIT
 
 logging.disable(logging.WARNING)  # xformers says that its extension is not built for this torch
 
@@ -55,7 +55,7 @@ def test_split_k(package, sigma, held: Held) -> None:
     assert calls.call_count == 1
     scores = -0.5 * (points.double()[:, :, None] - points.double()[:, None]).square().sum(-1) + bias.double()[:, None]
     path = f"{package.split('.')[0]}: split-K"
-    bound = inputs.extent.rounding(dot_product._UNIT_SPLIT)
+    bound = inputs.extent.rounding(SPLIT_UNIT)
     held(f"{path}, lse, σ = {sigma}", "interpreted", float((lse - scores.logsumexp(-1)).abs().amax()), bound)
     error = float((out - scores.softmax(-1) @ value.double()).abs().amax())
     held(f"{path}, out, float16", "interpreted", error, Xformers.tolerance[torch.float16])

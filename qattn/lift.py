@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "SPLIT_UNIT",
     "Extent",
     "Lifted",
     "absent_bias",
@@ -37,6 +38,9 @@ _PRODUCTS = {
     torch.bfloat16: ((0, 2), (1, 1), (2, 0), (0, 1), (1, 0), (0, 0)),
 }
 _BIAS_PARTS = 3  # b − ½‖k‖² is the largest coordinate
+# Unit roundoff of the scores of a split lift, relative to ½(‖q‖ + ‖k‖)² + |b|: tensor cores truncate each partial sum
+# to 24 bits, and coordinates have 22.
+SPLIT_UNIT = 2.0**-22
 _FLOAT16_RANGE = 3e4  # half the largest float16, which keeps absent keys far below present ones
 
 

@@ -1,5 +1,6 @@
 """Who serves, and what is said when nobody does."""
 
+import sys
 import types
 
 import pytest
@@ -145,6 +146,29 @@ def test_unknown_names():
         ValueError, match='`backend` should be "auto" or one of native, triton, flash_attn, sdpa, xformers, flex'
     ):
         attend(torch.randn(5, 3), torch.randn(5, 3), backend="cudnn")
+
+
+@pytest.mark.parametrize(
+    ("version", "reason"),
+    [
+        ("3.4.0", "needs triton 3.5, which torch 2.9 brings along, and this is 3.4.0"),
+        ("3.5.1", None),
+        ("3.10.0", None),
+    ],
+)
+def test_versions_of_triton(monkeypatch, tmp_path, version, reason):
+    """Before 3.5 the kernels do not compile."""
+    (tmp_path / "triton").mkdir()
+    (tmp_path / "triton" / "__init__.py").write_text(f'__version__ = "{version}"\n')
+    (tmp_path / "triton" / "language.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    for module in ("triton", "triton.language"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    try:
+        assert triton_device.why_not_installed.__wrapped__() == reason
+    finally:
+        for module in ("triton", "triton.language"):
+            sys.modules.pop(module, None)
 
 
 def nothing_installed(monkeypatch):

@@ -1,5 +1,7 @@
 """Every CUDA backend on a real device, where there is one."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from cases import CASES, DTYPES, ball, dense, make, sphere
@@ -8,7 +10,9 @@ from qattn import GaussianKernel, attend, diffusion
 from qattn.attention.dispatch import BACKENDS, select
 from qattn.attention.dot_product import DotProductBackend
 from qattn.attention.inputs import Inputs
+from qattn.attention.triton import is_lift_exact
 from qattn.doctor import standard_problem
+from qattn.lift import SPLIT_UNIT
 
 pytestmark = pytest.mark.gpu
 CUDA = [name for name in BACKENDS if name != "native"]
@@ -67,6 +71,17 @@ def test_lse_of_small_bandwidths(backend, sigma):
         inputs = Inputs(points[None], points[None], tol=1e-2)
         bound = inputs.extent.rounding(kernel.unit_roundoff(inputs))
     torch.testing.assert_close(lse.double(), dense(points, points)[1], rtol=0, atol=bound)
+
+
+def test_lse_of_many_pairs_by_tensor_cores():
+    """Lifted where the estimate is within `tol`, and within the estimate; from differences where it is not."""
+    points = (ball(25_000) / 0.05).float().cuda()
+    inputs = Inputs(points[None], points[None])
+    expected = dense(points[:256], points)[1]
+    for tol, bound in ((1e-3, inputs.extent.rounding(SPLIT_UNIT)), (1e-6, 1e-5)):
+        assert is_lift_exact(replace(inputs, tol=tol), len(points) ** 2) == (tol == 1e-3)
+        _, lse = attend_or_skip("triton", query=points, key=points, tol=tol)
+        torch.testing.assert_close(lse[:256].double(), expected, rtol=0, atol=bound)
 
 
 @pytest.mark.parametrize("backend", CUDA)

@@ -10,6 +10,7 @@ from cases import slow
 from fake_cuda import Recorder, Synchronizations, allow_fake_cuda_tensors, fake_cuda
 
 import qattn
+from qattn.attention import triton
 from qattn.kernels.gaussian import prepared
 from qattn.tiles import device
 
@@ -41,11 +42,9 @@ def test_a_sinkhorn_pass_waits_once(channels):
 def launches_and_waits(monkeypatch, method, max_iter, channels):
     """Kernels of our own that a diffusion launches, and how often the host waits."""
     allow_fake_cuda_tensors()
-    launched = Mock()
+    operators = Mock()
     monkeypatch.setattr(device, "why_not_installed", lambda: None)
-    monkeypatch.setattr(device, "_launch", launched)
-    for name in ("gaussian", "cutoff"):  # which import Triton
-        monkeypatch.setitem(sys.modules, f"qattn.tiles.gpu.{name}", Mock())
+    monkeypatch.setitem(sys.modules, "qattn.tiles.gpu.operators", operators)  # which imports Triton
     monkeypatch.setattr(prepared, "kd_order", lambda points: torch.zeros(points.shape[:2], dtype=torch.int64))
     with ExitStack() as stack:
         for context in fake_cuda():
@@ -54,7 +53,7 @@ def launches_and_waits(monkeypatch, method, max_iter, channels):
         waits = stack.enter_context(Synchronizations())
         kernel = qattn.GaussianKernel(points, 0.3, method=method, backend="triton")
         qattn.diffuse(kernel, None, value, tol=0, solver=qattn.Solver(max_iter=max_iter))
-        return launched.call_count, waits.count
+        return len(operators.method_calls), waits.count
 
 
 @pytest.mark.parametrize("method", ["exact", "tiles"])
@@ -62,6 +61,16 @@ def test_our_own_kernels_wait_for_the_convergence_alone(monkeypatch, method):
     """Near tiles are found and walked over on the device: two launches a pass, and no wait besides that of Sinkhorn."""
     few, many = (launches_and_waits(monkeypatch, method, max_iter, 8) for max_iter in (3, 11))
     assert many[0] - few[0] == 8 * (2 if method == "tiles" else 1)
+    assert many[1] - few[1] == 8
+
+
+def test_points_are_measured_once_to_be_lifted(monkeypatch):
+    """Tensor cores serve lse alone if the lift is exact enough, which is known after the first pass."""
+    monkeypatch.setattr(triton, "_MANY_PAIRS", 0)
+    few, many = (launches_and_waits(monkeypatch, "exact", max_iter, 8) for max_iter in (3, 11))
+    lifted = sys.modules["qattn.tiles.gpu.operators"].sum_lifted_blocks
+    assert lifted.call_count == 10  # the last pass has values
+    assert many[0] - few[0] == 8
     assert many[1] - few[1] == 8
 
 

@@ -76,7 +76,7 @@ class Dispatch(Engine, Fused):
 
     def __init__(self, name: str = "auto", is_strict: bool = True, is_prepared: bool = False) -> None:
         self._name, self._is_strict, self._is_prepared = name, is_strict, is_prepared
-        self._selected: dict[object, tuple[Backend, Extent]] = {}
+        self._selected: dict[object, tuple[Backend, Extent | None]] = {}
 
     def _backend(self, inputs: Inputs) -> Backend:
         if not self._is_strict and self._name != "auto" and BACKENDS[self._name].not_supported_reasons(inputs):
@@ -98,9 +98,11 @@ class Dispatch(Engine, Fused):
             return self._meanwhile(inputs, "attend").attend(inputs)
         kind = inputs.dtype, inputs.channels, None if inputs.value is None else inputs.value.dtype
         if kind not in self._selected:
-            query, key, bias = inputs.extent
-            inputs = replace(inputs, known_extent=Extent(query, key, 2 * bias))
-            self._selected[kind] = self._backend(inputs), inputs.extent
+            inputs = replace(inputs, bias_growth=2.0)
+            backend = self._backend(inputs)
+            attended = backend.attend(inputs)
+            self._selected[kind] = backend, inputs.measured_extent
+            return attended
         backend, extent = self._selected[kind]
         return backend.attend(replace(inputs, known_extent=extent))
 

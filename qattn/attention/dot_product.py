@@ -15,7 +15,7 @@ from torch import Tensor
 from qattn.attended import Attended, Derivatives, PairSums, PairTerms
 from qattn.attention.engine import Backend
 from qattn.attention.inputs import Inputs
-from qattn.lift import absent_bias, lift, pad, part_dtype, scale_values, split_columns, split_lift
+from qattn.lift import SPLIT_UNIT, absent_bias, lift, pad, part_dtype, scale_values, split_columns, split_lift
 
 __all__ = ["DotProduct", "DotProductBackend", "pair_sums_by", "prepare", "wants_sixteen_bits", "width"]
 
@@ -25,8 +25,6 @@ _UNIT = {torch.float64: 2.0**-52, torch.float32: 2.0**-23}
 # CUTLASS multiplies float32 as big·big + big·small + small·big, each part with 10 explicit bits, the big one truncated.
 # It leaves out small·small, up to 2⁻²⁰ |q||k| and always of the sign of the product, and rounds small at 2⁻²².
 _UNIT_3XTF32 = 2.0**-20
-# Split lift of a 16-bit kernel: tensor cores truncate each partial sum to 24 bits, and coordinates have 22.
-_UNIT_SPLIT = 2.0**-22
 
 
 def wants_sixteen_bits(inputs: Inputs) -> bool:
@@ -51,7 +49,7 @@ class DotProductBackend(Backend):
     def unit_roundoff(self, inputs: Inputs) -> float:
         """Return the unit roundoff u of lifted scores: the error of lse is about u (½(‖q‖ + ‖k‖)² + |b|)."""
         if self.is_split(inputs):
-            return _UNIT_SPLIT
+            return SPLIT_UNIT
         if inputs.device.type == "cuda" and inputs.dtype == torch.float32:
             # The memory-efficient kernel, in torch and in xformers, uses tensor cores where they take float32.
             has_tf32 = torch.cuda.get_device_capability(inputs.device) >= (8, 0)

@@ -37,6 +37,7 @@ class Inputs:
         blocks: Blocks of keys to attend to; None for all.
         batch: Shape that the batch axis had, which messages show.
         known_extent: Sizes of coordinates and biases, if they are known; None to measure them.
+        bias_growth: Factor by which measured biases may still grow.
     """
 
     query: Tensor
@@ -50,6 +51,7 @@ class Inputs:
     blocks: BlockLists | None = None
     batch: torch.Size | None = None
     known_extent: Extent | None = None
+    bias_growth: float = 1.0
 
     @property
     def device(self) -> torch.device:
@@ -104,8 +106,16 @@ class Inputs:
 
     @cached_property
     def extent(self) -> Extent:
-        """Sizes of coordinates and biases, which decide the rounding of a lift."""
-        return extent(*self.embedded, self.bias) if self.known_extent is None else self.known_extent
+        """Sizes of coordinates and biases, which decide the rounding of a lift. To measure them waits for a GPU."""
+        if self.known_extent is not None:
+            return self.known_extent
+        query, key, bias = extent(*self.embedded, self.bias)
+        return Extent(query, key, self.bias_growth * bias)
+
+    @property
+    def measured_extent(self) -> Extent | None:
+        """The extent, if it is known or something has asked for it."""
+        return self.__dict__.get("extent", self.known_extent)
 
     def describe(self) -> str:
         """Write one aligned line per tensor, for messages."""

@@ -1,7 +1,8 @@
 """The `triton` backend: kernels of our own for GPUs, compiled by Triton, on direct differences of points.
 
-To GPUs this is what `native` is to CPUs: there is no lift, and so no cancellation. The kernels are compiled on their
-first use for each dimension and number of channels.
+To GPUs this is what `native` is to CPUs: there is no lift, and so no cancellation. The exception is lse alone of many
+pairs: tensor cores compute it from lifted points, if the rounding of the lift is within the tolerance. The kernels are
+compiled on their first use for each dimension and number of channels.
 """
 
 from typing import ClassVar
@@ -11,12 +12,15 @@ import torch
 from qattn.attended import Attended, PairSums, PairTerms
 from qattn.attention.engine import Backend, Fused
 from qattn.attention.inputs import Inputs
+from qattn.lift import SPLIT_UNIT, part_dtype
 from qattn.tiles import device
 from qattn.tiles.device import DIMENSIONS, DeviceTiling
 
-__all__ = ["Triton"]
+__all__ = ["Triton", "is_lift_exact"]
 
 _MAX_POINTS = 2**26  # rows of up to 32 channels that 32-bit offsets reach
+_MANY_PAIRS = 2**29  # from which tensor cores save more than lifting the points costs, by benchmarks/gpu_model.py
+_LIFTED_DIMENSIONS = 7  # whose lifted points have up to 32 columns
 
 
 class Triton(Backend, Fused):
@@ -24,7 +28,7 @@ class Triton(Backend, Fused):
 
     name: ClassVar[str] = "triton"
     tolerance: ClassVar[dict[torch.dtype, float]] = {
-        torch.float32: 1e-5,  # rounding of ½‖q − k‖² ≤ 200
+        torch.float32: 1e-5,  # rounding of ½‖q − k‖² ≤ 200; lse of many pairs may have the rounding of a lift
         torch.float16: 1e-3,  # the same, and out rounded to its dtype
         torch.bfloat16: 1e-2,
     }
@@ -53,13 +57,21 @@ class Triton(Backend, Fused):
         return reasons
 
     def attend(self, inputs: Inputs) -> Attended:
-        return device.attend(*_tilings(inputs), inputs.sigma, inputs.value, inputs.bias)
+        is_lifted = is_lift_exact(inputs, len(inputs.query) * inputs.query.shape[1] * inputs.key.shape[1])
+        return device.attend(*_tilings(inputs), inputs.sigma, inputs.value, inputs.bias, is_lifted=is_lifted)
 
     def can_differentiate(self, inputs: Inputs) -> bool:
         return True
 
     def pair_sums(self, inputs: Inputs, terms: PairTerms) -> PairSums:
         return device.differentiate(*_tilings(inputs), inputs.sigma, inputs.bias, terms)
+
+
+def is_lift_exact(inputs: Inputs, num_pairs: int) -> bool:
+    """Return whether tensor cores may compute lse alone: lifting pays for so many pairs, and is exact to `tol`."""
+    if inputs.value is not None or num_pairs < _MANY_PAIRS or inputs.query.shape[-1] > _LIFTED_DIMENSIONS:
+        return False
+    return part_dtype(inputs.extent) == torch.float16 and inputs.extent.rounding(SPLIT_UNIT) <= inputs.tol
 
 
 def _tilings(inputs: Inputs) -> tuple[DeviceTiling, DeviceTiling]:

@@ -239,7 +239,7 @@ def _checked_warm_start(
                 f"`warm_start` should be an operator with bandwidths (H,), or one with content and the shape {shape} "
                 f"of this layer, whose heads are reused one by one; got shape {tuple(warm_start.shape)}."
             )
-    elif not torch.equal(points.detach().to(other.points.dtype), other.points.detach()):
+    elif points is not other.points and not torch.equal(points.detach().to(other.points.dtype), other.points.detach()):
         raise ValueError(
             "`warm_start` should be an operator of a Gaussian kernel at the same points; its points differ."
         )

@@ -10,13 +10,14 @@ import importlib.util
 import math
 import os
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from qattn.attended import Attended, Derivatives, PairSums, PairTerms
+from qattn.lift import Lifted, split_lift
 from qattn.tiles.gaussian import excess
 from qattn.tiles.sizes import TILE
 from qattn.tiles.tiling import FACTOR, log2_sum
@@ -24,9 +25,8 @@ from qattn.tiles.tiling import FACTOR, log2_sum
 __all__ = ["DIMENSIONS", "Cutoff", "DeviceTiling", "attend", "differentiate", "is_interpreted", "why_not_installed"]
 
 DIMENSIONS = 16  # largest dimension: coordinates of a block are held in registers
+_TRITON = (3, 5)  # earlier ones do not multiply by blocks of eight channels, and 3.2 has no tuples
 _SMALLEST = 2.0**-126  # smaller weights are 0
-_BLOCK = 128  # tiles that are compared at a time
-_COLUMNS = 32  # keys of a block: more would save instructions, but take registers that other warps need
 _SUMMED = 16  # channels of a product R_i · S_j that are summed at a time
 _MARGIN = 1.5  # memory for lists, relative to the longest list of the first pass
 
@@ -38,8 +38,11 @@ def why_not_installed() -> str | None:
         return "triton is not installed (`pip install triton`)"
     try:
         importlib.import_module("triton.language")
+        version = importlib.import_module("triton").__version__
     except (ImportError, OSError) as error:
         return f"triton is installed, but does not import ({type(error).__name__}: {error})"
+    if tuple(int(number) for number in version.split(".")[:2]) < _TRITON:
+        return "needs triton {}.{}, which torch 2.9 brings along, and this is {}".format(*_TRITON, version)
     return None
 
 
@@ -54,6 +57,9 @@ class DeviceTiling:
     Args:
         points: Coordinates.
         order: Order (B, N) of the points in the tiles, as from `kd_order`; None for the order of the cloud.
+
+    Attributes:
+        columns: Points coordinate by coordinate, (B, D, T · TILE).
     """
 
     def __init__(self, points: Tensor, order: Tensor | None = None) -> None:
@@ -61,22 +67,13 @@ class DeviceTiling:
         self.tiles = -(-self.size // TILE)
         self._order = order
         points = self._sorted(points.detach().float())
-        self._points = torch.cat([points, points[:, -1:].expand(-1, self.padded - self.size, -1)], dim=1)
-
-    @property
-    def blocks(self) -> int:
-        """Number of tiles of all clouds."""
-        return self.clouds * self.tiles
+        points = torch.cat([points, points[:, -1:].expand(-1, self.padded - self.size, -1)], dim=1)
+        self.columns = points.mT.contiguous()
 
     @property
     def padded(self) -> int:
         """Number of points with those that fill the last tile."""
         return self.tiles * TILE
-
-    @cached_property
-    def columns(self) -> Tensor:
-        """Points coordinate by coordinate, (B, D, T · TILE)."""
-        return self._points.mT.contiguous()
 
     @cached_property
     def boxes(self) -> Tensor:
@@ -85,9 +82,10 @@ class DeviceTiling:
         return torch.cat([tiles.amin(-1), tiles.amax(-1)], dim=1)
 
     @cached_property
-    def _rank(self) -> Tensor | None:
+    def _rank(self) -> Tensor:
         """Position of each point in the order, (B, N)."""
-        return None if self._order is None else self._order.argsort(dim=1)
+        assert self._order is not None
+        return self._order.argsort(dim=1)
 
     def _sorted(self, x: Tensor) -> Tensor:
         return x if self._order is None else _take(x, self._order)
@@ -100,7 +98,7 @@ class DeviceTiling:
     def from_rows(self, x: Tensor) -> Tensor:
         """Undo `rows`."""
         x = x[:, : self.size]
-        return x if self._rank is None else _take(x, self._rank)
+        return x if self._order is None else _take(x, self._rank)
 
     def chunks(self, x: Tensor, width: int) -> Tensor:
         """Sort x (B, N, C) into tiles and chunks of channels, (chunks, B, T · TILE, width)."""
@@ -135,10 +133,9 @@ class _Lists(NamedTuple):
 
     counts: Tensor | None  # (B, T) int32
     tiles: Tensor | None  # (B, T, width) int32
-    width: int
 
 
-_ALL = _Lists(None, None, 1)
+_ALL = _Lists(None, None)
 
 
 class _Weights(NamedTuple):
@@ -155,6 +152,7 @@ def attend(
     value: Tensor | None,
     bias: Tensor | None,
     cutoff: Cutoff | None = None,
+    is_lifted: bool = False,
 ) -> Attended:
     """Attend with the scores −‖q − k‖² / 2σ² + b.
 
@@ -165,8 +163,10 @@ def attend(
         value: Values (B, M, C) in the order of the clouds, or None for lse alone.
         bias: Biases (B, M), 0 if None.
         cutoff: Which keys may be left out; None to compute all pairs.
+        is_lifted: Whether tensor cores compute the exponents of lse alone, as dot products of points that are lifted in
+            16-bit parts: with the rounding of a lift (`Extent.rounding`), about twice as fast.
     """
-    from qattn.tiles.gpu import gaussian  # here, because Triton is optional
+    from qattn.tiles.gpu import operators  # here, because Triton is optional
 
     bias = _biases(key, bias)
     scale = _scale(query, sigma)
@@ -176,21 +176,17 @@ def attend(
         near = _near_tiles(query, key, scale, bias, bias if value is None else bias + excess(value, bias), cutoff)
     lse = beta.new_empty(query.clouds, query.padded)
     tiny = key.size * _SMALLEST / torch.finfo(torch.float32).eps  # sums above it are not affected by weights that are 0
-    points, sizes = (query.columns, key.columns, beta, scale, top), (query.padded, key.padded)
+    points = query.columns, key.columns, beta, scale, top
+    if value is None and is_lifted:
+        lifted = _lifted(query, key, scale, beta)
+        operators.sum_lifted_blocks(*lifted, *points, near.counts, near.tiles, lse, tiny)
+        return Attended(None, query.from_rows(lse))
     if value is None:
-        _launch(
-            gaussian.sum_blocks, (query.blocks,), _warps(query.dims), *points, near.counts, near.tiles, lse, tiny,
-            *sizes, DIMS=query.dims, WIDTH=near.width, ROWS=TILE, COLUMNS=_COLUMNS,
-        )  # fmt: skip
+        operators.sum_blocks(*points, near.counts, near.tiles, lse, tiny)
         return Attended(None, query.from_rows(lse))
     values = _chunked(key, value)
-    width = values.shape[-1]
-    out = values.new_empty(len(values), query.clouds, query.padded, width)
-    _launch(
-        gaussian.attend_blocks, (query.blocks, len(values)), _warps(query.dims), *points, values, 1.0, near.counts,
-        near.tiles, lse, out, tiny, query.clouds, *sizes, DIMS=query.dims, CHANNELS=width,
-        IS_NARROW=_is_narrow(value), WIDTH=near.width, ROWS=TILE, COLUMNS=_COLUMNS,
-    )  # fmt: skip
+    out = values.new_empty(len(values), query.clouds, query.padded, values.shape[-1])
+    operators.attend_blocks(*points, values, near.counts, near.tiles, lse, out, tiny, _is_narrow(value))
     return Attended(query.from_chunks(out, value.shape[-1]).to(value.dtype), query.from_rows(lse))
 
 
@@ -255,18 +251,15 @@ def _summed(
     near: _Lists,
 ) -> Tensor:
     """Compute Σ_j s̄_ij (1, ‖k_j − q_i‖², k_j − q_i), (B, T · TILE, 2 + D); the last are 0 if not by points."""
-    from qattn.tiles.gpu import gaussian  # here, because Triton is optional
+    from qattn.tiles.gpu import operators  # here, because Triton is optional
 
     sums = beta.new_zeros(query.clouds, 2 + query.dims, query.padded)
     step = 4 if query.dims <= 8 else 2  # coordinates at a time, so that their sums fit into registers
     for first in range(0, query.dims if by_points else 1, step):
         last = min(first + step, query.dims) if by_points else 0
-        _launch(
-            gaussian.differentiate_blocks, (query.blocks,), 4, query.columns, shifts, key.columns, beta,
-            scale, rows, columns, near.counts, near.tiles, sums, query.clouds, query.padded, key.padded,
-            DIMS=query.dims, FIRST=first, LAST=last, CHUNKS=len(rows), CHANNELS=_SUMMED, WIDTH=near.width,
-            ROWS=TILE, COLUMNS=_COLUMNS,
-        )  # fmt: skip
+        operators.differentiate_blocks(
+            query.columns, shifts, key.columns, beta, scale, rows, columns, near.counts, near.tiles, sums, first, last
+        )
     return sums.mT
 
 
@@ -274,16 +267,12 @@ def _summed_values(
     query: DeviceTiling, key: DeviceTiling, shifts: Tensor, beta: Tensor, scale: Tensor, value: Tensor, near: _Lists
 ) -> Tensor:
     """Compute Σ_j p_ij v_j (B, N, C) for values (B, M, C)."""
-    from qattn.tiles.gpu import gaussian  # here, because Triton is optional
+    from qattn.tiles.gpu import operators  # here, because Triton is optional
 
     values = _chunked(key, value)
-    width = values.shape[-1]
-    out = values.new_empty(len(values), query.clouds, query.padded, width)
-    _launch(
-        gaussian.sum_values, (query.blocks, len(values)), _warps(query.dims), query.columns, shifts, key.columns, beta,
-        scale, values, 1.0, near.counts, near.tiles, out, query.clouds, query.padded, key.padded,
-        DIMS=query.dims, CHANNELS=width, IS_NARROW=False, WIDTH=near.width, ROWS=TILE, COLUMNS=_COLUMNS,
-    )  # fmt: skip
+    out = values.new_empty(len(values), query.clouds, query.padded, values.shape[-1])
+    points = query.columns, shifts, key.columns, beta, scale
+    operators.sum_values(*points, values, near.counts, near.tiles, out)
     return query.from_chunks(out, value.shape[-1])
 
 
@@ -291,7 +280,7 @@ def _near_tiles(
     query: DeviceTiling, key: DeviceTiling, scale: Tensor, bias: Tensor, most: Tensor, cutoff: Cutoff
 ) -> _Lists:
     """List the key tiles that matter to each query tile, for sums of e^bias in which each key matters as e^most."""
-    from qattn.tiles.gpu.cutoff import list_near_tiles  # here, because Triton is optional
+    from qattn.tiles.gpu import operators  # here, because Triton is optional
 
     top = _top(bias)
     sums, tops = (_log2_of_tiles(key, (x - top) / math.log(2)) for x in (bias, most))
@@ -302,11 +291,10 @@ def _near_tiles(
 
     def listed(width: int) -> _Lists:
         lists = counts.new_empty(*counts.shape, width)
-        _launch(
-            list_near_tiles, (counts.numel(),), 4, query.boxes, key.boxes, floors, tops, sums, scale, counts, lists,
-            math.log2(cutoff.tol), query.tiles, key.tiles, DIMS=query.dims, WIDTH=width, BLOCK=_BLOCK,
-        )  # fmt: skip
-        return _Lists(counts, lists, width)
+        operators.list_near_tiles(
+            query.boxes, key.boxes, floors, tops, sums, scale, counts, lists, math.log2(cutoff.tol)
+        )
+        return _Lists(counts, lists)
 
     if query not in cutoff.widths:
         longest = int(_MARGIN * int(listed(1).counts.amax()))  # type: ignore[union-attr]
@@ -343,22 +331,24 @@ def _scale(query: DeviceTiling, sigma: Tensor | None) -> Tensor:
     return (FACTOR / sigma.detach().double()).square().float()
 
 
+def _lifted(query: DeviceTiling, key: DeviceTiling, scale: Tensor, beta: Tensor) -> Lifted:
+    """Lift points so that c (β_j − ‖q_i − k_j‖²) = q̃_i · k̃_j + r_i, about the mean of the keys that are not absent."""
+    factor = torch.sqrt(2 * scale)[:, None, None]
+    present = (beta > -torch.inf)[..., None]
+    points = key.columns.mT  # (B, M, D)
+    origin = torch.where(present, points, 0).sum(1, keepdim=True) / present.sum(1, keepdim=True).clamp(min=1)
+    queries, keys = factor * (query.columns.mT - origin), torch.where(present, factor * (points - origin), 0)
+    lifted = split_lift(queries, keys, scale[:, None] * beta, torch.float16)
+    missing = 0, -lifted.key.shape[-1] % 16
+    return Lifted(pad(lifted.query, missing), pad(lifted.key, missing), lifted.row)
+
+
 def _is_narrow(value: Tensor) -> bool:
     """Return whether 11 bits hold the values."""
     return value.dtype in (torch.float16, torch.bfloat16)
-
-
-def _warps(dims: int) -> int:
-    """Return the number of warps of a program with which no register spills."""
-    return 4 if dims <= 8 else 8
 
 
 def _chunked(key: DeviceTiling, value: Tensor) -> Tensor:
     """Return values in chunks of a width with which no register spills."""
     most = 32 if key.dims <= 4 else 16
     return key.chunks(value, min(most, max(8, 1 << (value.shape[-1] - 1).bit_length())))
-
-
-def _launch(kernel: Any, grid: tuple[int, ...], num_warps: int, *arguments: Any, **constants: Any) -> None:
-    """Launch a kernel. Loads of the next block would take registers that sums need, so loops are not pipelined."""
-    kernel[grid](*arguments, **constants, num_warps=num_warps, num_stages=1)

@@ -14,6 +14,8 @@ from qattn.attention import dispatch
 from qattn.attention.dispatch import Dispatch, select
 from qattn.attention.engine import Engine, Fused
 from qattn.attention.inputs import BlockLists, Inputs
+from qattn.attention.triton import is_lift_exact
+from qattn.lift import Extent
 from qattn.tiles import device, gaussian
 from qattn.tiles.device import Cutoff, DeviceTiling
 from qattn.tiles.sizes import TILE
@@ -67,6 +69,7 @@ class Tiles(Engine, Fused):
     ) -> None:
         self._query, self._key, self._backend, self._is_strict = query, key, backend, is_strict
         self._widths = {} if widths is None else widths
+        self._extent: Extent | None = None
 
     def _backend_for(self, inputs: Inputs) -> str:
         if self._backend != "auto":
@@ -97,7 +100,12 @@ class Tiles(Engine, Fused):
         backend = self._backend_for(inputs)
         if backend == "triton":
             on_query, on_key, cutoff = self._on_device(inputs)
-            return device.attend(on_query, on_key, inputs.sigma, inputs.value, inputs.bias, cutoff)
+            is_lifted = self._is_lifted(
+                inputs, len(inputs.query) * on_query.padded * self._widths.get(on_query, 0) * TILE
+            )
+            if is_lifted:
+                cutoff = cutoff._replace(tol=0.5 * cutoff.tol)
+            return device.attend(on_query, on_key, inputs.sigma, inputs.value, inputs.bias, cutoff, is_lifted)
         query, key = self._query.tiling(inputs.dtype), self._key.tiling(inputs.dtype)
         if backend == "native":
             return gaussian.attend(query, key, inputs.sigma, inputs.value, inputs.bias, inputs.tol)
@@ -114,6 +122,13 @@ class Tiles(Engine, Fused):
         )
         out, lse = select(ordered, "flex").attend(ordered)
         return Attended(None if out is None else query.unsort(out), query.unsort(lse))
+
+    def _is_lifted(self, inputs: Inputs, num_pairs: int) -> bool:
+        """Return whether half of the tolerance suffices for a lift; its points are measured once."""
+        inputs = replace(inputs, tol=0.5 * inputs.tol, known_extent=self._extent, bias_growth=2.0)
+        is_lifted = is_lift_exact(inputs, num_pairs)
+        self._extent = inputs.measured_extent
+        return is_lifted
 
     @property
     def transposed(self) -> "Tiles":

@@ -23,10 +23,11 @@ import triton.language as tl
 
 from qattn.tiles import sizes
 
-__all__ = ["attend_blocks", "differentiate_blocks", "sum_blocks", "sum_values"]
+__all__ = ["attend_blocks", "differentiate_blocks", "sum_blocks", "sum_lifted_blocks", "sum_values"]
 
 TILE = tl.constexpr(sizes.TILE)
 LOG_2 = tl.constexpr(math.log(2))
+AGAIN = tl.constexpr(32)  # keys of a block of rows that are computed again
 
 
 @triton.jit
@@ -157,6 +158,36 @@ def sum_blocks(
     if tl.min(total, 0) < tiny:
         shift = _largest(q, keys, beta, key_size, lists, tile, num_keys, DIMS, WIDTH, ROWS, COLUMNS)
         total = _sum(q, shift, scale, keys, beta, key_size, lists, tile, num_keys, DIMS, WIDTH, ROWS, COLUMNS)
+    tl.store(lse + cloud * query_size + i, (tl.log2(total) + scale * shift) * LOG_2 + tl.load(tops + cloud))
+
+
+@triton.jit
+def sum_lifted_blocks(
+    lifted_query, lifted_keys, constants, query, keys, beta, scales, tops, counts, lists, lse, tiny,
+    query_size, key_size,
+    DIMS: tl.constexpr, LIFTED: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Compute lse as `sum_blocks`, with exponents q̃_i · k̃_j + r_i by tensor cores.
+
+    lifted_query (B, N, E) and lifted_keys (B, M, E) are in 16-bit parts, constants r (B, N). Sums of products start
+    from the constants, which therefore cost nothing. Rows that underflow are computed again from differences.
+    """
+    cloud, i, tile = _place(query_size, ROWS)
+    e, num_keys = tl.arange(0, LIFTED), _num_keys(counts, tile, key_size, WIDTH)
+    q = tl.load(lifted_query + (cloud * query_size + i)[:, None] * LIFTED + e[None, :])
+    lifted_keys += cloud * key_size * LIFTED
+    blocks = tl.zeros((ROWS, COLUMNS), tl.float32)
+    first = blocks + tl.load(constants + cloud * query_size + i)[:, None]
+    for start in range(0, num_keys, COLUMNS):
+        j = _block(lists, tile, start, num_keys, WIDTH, COLUMNS)
+        blocks += tl.exp2(tl.dot(q, tl.load(lifted_keys + j[None, :] * LIFTED + e[:, None]), first))
+    total = tl.sum(blocks, 1)
+    shift, scale = tl.zeros((ROWS,), tl.float32), tl.load(scales + cloud)
+    if tl.min(total, 0) < tiny:
+        keys, beta = keys + cloud * DIMS * key_size, beta + cloud * key_size
+        x = _coordinates(query + cloud * DIMS * query_size, query_size, i, DIMS)
+        shift = _largest(x, keys, beta, key_size, lists, tile, num_keys, DIMS, WIDTH, ROWS, AGAIN)
+        total = _sum(x, shift, scale, keys, beta, key_size, lists, tile, num_keys, DIMS, WIDTH, ROWS, AGAIN)
     tl.store(lse + cloud * query_size + i, (tl.log2(total) + scale * shift) * LOG_2 + tl.load(tops + cloud))
 
 
