@@ -28,7 +28,7 @@ TIERS = {
     "attention": ("attention",),
     "kernels": ("kernels",),
     "operators": (
-        "operators", "spectra", "signatures", "maps", "distances", "distance", "flows", "geodesics", "axioms", "mass",
+        "operators", "spectra", "signatures", "maps", "distances", "flows", "geodesics", "axioms", "mass",
         "bandwidths",
     ),
     "applications": (

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from qattn import diffusion, eigsh, io, shapes
 from qattn.cli import app
-from qattn.distance import geodesic_distance
+from qattn.distances import geodesic_distance
 from qattn.pictures import heat, signed
 from qattn.viewer import PANELS, Model, Viewer, Worker, exported_page
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qattn.axioms import check_axioms
 from qattn.bandwidths import num_neighbors
-from qattn.distance import geodesic_distance
+from qattn.distances import geodesic_distance
 from qattn.io import Cloud, Grid
 from qattn.kernels import GaussianKernel, Kernel
 from qattn.maps import fit_functional_map, zoomout

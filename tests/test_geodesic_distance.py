@@ -9,7 +9,8 @@ from cases import sphere
 
 import qattn
 from qattn import diffusion, shapes
-from qattn.distance import _NEAR, _RATES, _log_heat, geodesic_distance
+from qattn.distances import geodesic_distance
+from qattn.distances.geodesic import _NEAR, _RATES, _log_heat
 
 HOLE = 0.4  # radius
 
