@@ -127,6 +127,14 @@ class GaussianKernel(PointKernel):
                 lines += [f"  sigma = {sigma:g}"] * self._sigma.ndim + [str(choice)]
         return "\n".join(lines)
 
+    def _remarks(self) -> list[tuple[str, str]]:
+        if "auto" in self._plan.methods:
+            return []
+        sigmas = self._sigma.reshape(-1).tolist()
+        return [
+            (f"methods, σ = {sigma:g}", str(choice)) for sigma, choice in zip(sigmas, self._plan.choices, strict=True)
+        ]
+
     @property
     def points(self) -> Tensor:
         """Positions x, shape (*batch, N, d); for a sharded cloud, those of this rank."""
