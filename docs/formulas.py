@@ -9,7 +9,7 @@ import re
 import unicodedata
 from typing import Any
 
-_BLOCK = re.compile(r'<div class="highlight"><pre><span></span><code>(.*?)</code></pre></div>', re.DOTALL)
+_BLOCK = re.compile(r'<div class="language-output highlight"><pre>(.*?)</pre></div>', re.DOTALL)
 _RAISED = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻ᵀ'", "0123456789−T′", strict=True))
 _ACCENTS = {"\u0302": "^", "\u0303": "~", "\u0304": "¯", "\u0307": "˙"}
 _OPENING, _CLOSING, _BARS = "([{", ")]}", "‖|"
@@ -30,7 +30,7 @@ def on_page_content(content: str, **_: Any) -> str:
     """Replace the formulas of a page."""
 
     def block(match: re.Match[str]) -> str:
-        text = html.unescape(match[1])
+        text = html.unescape(re.sub("<[^>]*>", "", match[1]))
         if text.isascii():
             return match[0]
         lines = ["".join(map(formula, re.split(" {3,}", line.strip()))) for line in text.strip("\n").splitlines()]

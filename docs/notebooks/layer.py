@@ -2,10 +2,12 @@
 # # A layer in your network
 #
 # `QAttention` is a layer like `nn.MultiheadAttention`: features in, features out. Its weights are the diffusion Q of
-# the points, with a bandwidth per head that is learned. Here it is put into a small network that names the parts of an
-# animal.
+# the points, with a bandwidth per head that is learned. Here it is put into a small network.
+#
+# The task: every point of an animal carries a bad measurement of the part that it belongs to. Alone it cannot tell;
+# together with its neighbors it can.
 
-# %% alt="Parts of a creature in a new pose: right ones, by a network of points alone, by one with diffusion"
+# %% alt="Parts of a creature in a new pose: right ones, by each point alone, by a network with diffusion"
 import matplotlib.pyplot as plt
 import torch
 from torch import nn
@@ -14,10 +16,15 @@ from qattn import shapes
 from qattn.nn import QAttention
 from qattn.pictures import camera_view, colormap, facing_normals, scatter
 
+NUM_PARTS = len(shapes.CREATURE_PARTS)
+
 
 def example(num_points, seed):
+    """Points in a random pose, measurements, parts."""
     rest = shapes.creature(num_points, seed)[0]
-    return shapes.posed(rest, seed), shapes.creature_parts(rest)
+    parts = shapes.creature_parts(rest)
+    noise = torch.randn(num_points, NUM_PARTS, generator=torch.Generator().manual_seed(seed))
+    return shapes.posed(rest, seed), nn.functional.one_hot(parts, NUM_PARTS) + noise, parts
 
 
 class Block(nn.Module):
@@ -36,28 +43,29 @@ class Block(nn.Module):
 class Network(nn.Module):
     def __init__(self, is_diffusing, channels=32, num_blocks=2):
         super().__init__()
-        self.first = nn.Linear(3, channels)
+        self.first = nn.Linear(NUM_PARTS, channels)
         self.blocks = nn.ModuleList(Block(channels, is_diffusing) for _ in range(num_blocks))
-        self.last = nn.Linear(channels, len(shapes.CREATURE_PARTS))
+        self.last = nn.Linear(channels, NUM_PARTS)
 
-    def forward(self, points):
-        features = self.first(points)
+    def forward(self, measurements, points):
+        features = self.first(measurements)
         for block in self.blocks:
             features = block(features, points)
         return self.last(features)
 
 
-clouds, labels = map(torch.stack, zip(*(example(300, seed) for seed in range(12))))  # (12, 300, 3), (12, 300)
+examples = [example(300, seed) for seed in range(12)]
+clouds, measurements, labels = map(torch.stack, zip(*examples))  # (12, 300, 3), (12, 300, 7), (12, 300)
 
 
-def train(is_diffusing, num_steps=80):
+def train(is_diffusing, num_steps=60):
     torch.manual_seed(0)
     network = Network(is_diffusing)
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-2)
     losses = []
     for step in range(num_steps):
         batch = torch.arange(4) + 4 * (step % 3)
-        scores = network(clouds[batch])
+        scores = network(measurements[batch], clouds[batch])
         loss = nn.functional.cross_entropy(scores.flatten(0, 1), labels[batch].flatten())
         optimizer.zero_grad()
         loss.backward()  # through the normalization, by features and bandwidths
@@ -66,18 +74,18 @@ def train(is_diffusing, num_steps=80):
     return network, losses
 
 
-networks = {"points alone": train(False), "with diffusion": train(True)}
+networks = {"each point alone": train(False), "with diffusion": train(True)}
 
-points, parts = example(3000, seed=100)  # a new pose, and ten times the points
+points, measured, parts = example(3000, seed=100)  # a new pose, and ten times the points
 answers = {"right": parts}
 with torch.no_grad():
-    answers |= {name: network(points).argmax(-1) for name, (network, _) in networks.items()}
+    answers |= {name: network(measured, points).argmax(-1) for name, (network, _) in networks.items()}
 view, _ = camera_view(points, points)
 facing = facing_normals(view)
 picture, axes = plt.subplots(1, 3, figsize=(14, 3.8), layout="constrained")
 for axis, (name, answer) in zip(axes, answers.items()):
     title = f"{name}: {(answer == parts).float().mean():.0%}"
-    scatter(axis, view, facing, colormap("tab10", answer / 9.99), size=50, title=title)
+    scatter(axis, view, facing, colormap("tab10", answer / 9.99), size=90, title=title)
 
 # %% alt="Losses of both networks"
 picture, axis = plt.subplots(figsize=(8, 3.2), layout="constrained")

@@ -40,7 +40,7 @@ colors = (first - first.amin(0)) / (first.amax(0) - first.amin(0)) * 0.85 + 0.1
 picture, axes = plt.subplots(1, 2, figsize=(13, 4.4), layout="constrained")
 for axis, title, cloud, shades in zip(axes, ("first", "second"), (first, second), (colors, colors[index])):
     view, _ = camera_view(cloud, cloud)
-    scatter(axis, view, facing_normals(view), shades, size=40, title=title)
+    scatter(axis, view, facing_normals(view), shades, size=130, title=title)
 
 # %% [markdown]
 # ## How good is it?

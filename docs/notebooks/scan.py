@@ -26,7 +26,7 @@ view = camera_view(points, normals)
 def draw(panels):
     _, axes = plt.subplots(1, len(panels), figsize=(14, 3.4), layout="constrained")
     for axis, (title, colors) in zip(axes, panels.items()):
-        scatter(axis, *view, colors, size=25, title=title)
+        scatter(axis, *view, colors, size=60, title=title)
 
 
 draw({f"mode {n}": signed(spectrum.vectors[:, n]) for n in (1, 3, 6, 12)})
@@ -52,13 +52,16 @@ qattn.check_axioms(q)
 # %% [markdown]
 # ## The spectrum
 #
-# Eigenvalues of Q are near 1 for smooth modes. `frequencies` are those of the Laplacian of the surface, which belong
-# to the shape and not to σ.
+# Eigenvalues of Q are near 1 for smooth modes. `frequencies` are those of the Laplacian of the surface.
 
 # %%
 spectrum
 
-# %% alt="Forty frequencies for three bandwidths; the curves nearly coincide"
+# %% [markdown]
+# Frequencies belong to the shape, and σ should not show in them. The first ones agree; higher ones are too low if σ is
+# so small that the random sampling is seen.
+
+# %% alt="Forty frequencies for three bandwidths: equal for the first modes, lower with two spacings for higher ones"
 picture, axis = plt.subplots(figsize=(8, 3.2), layout="constrained")
 for spacings in (2, 3, 4):
     frequencies = qattn.eigsh(qattn.diffusion(points, spacings * scan.spacing), k=40).frequencies

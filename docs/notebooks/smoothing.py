@@ -24,7 +24,7 @@ view = camera_view(points, normals)
 panels = {"clean": clean, "with noise": noisy, **{f"σ = {m} spacings": diffused[m] for m in multiples}}
 picture, axes = plt.subplots(1, 5, figsize=(16, 3.2), layout="constrained")
 for axis, (title, signal) in zip(axes, panels.items()):
-    scatter(axis, *view, signed(signal), size=22, title=title)
+    scatter(axis, *view, signed(signal), size=45, title=title)
 
 # %% [markdown]
 # ## Which σ?
@@ -62,7 +62,7 @@ clouds = {"scan": scan, "1 step": q @ scan, "6 steps": q.power(6, scan)}
 picture, axes = plt.subplots(1, 3, figsize=(14, 4), layout="constrained")
 for axis, (title, cloud) in zip(axes, clouds.items()):
     turned, _ = camera_view(cloud, normals)
-    scatter(axis, turned, facing_normals(turned), torch.full_like(cloud, 0.85), size=14, title=title)
+    scatter(axis, turned, facing_normals(turned), torch.full_like(cloud, 0.85), size=25, title=title)
 
 # %%
 for title, cloud in clouds.items():
