@@ -208,6 +208,10 @@ class GaussianKernel(PointKernel):
         prepared = PreparedPoints(targets, points, self._ranks)
         return self._replanned(_points=points, _targets=targets, _sigma=sigma, _prepared=prepared)
 
+    def with_method(self, method: MethodName) -> "GaussianKernel":
+        """Return the kernel of the same points and bandwidths, computed by another method."""
+        return self._replanned(_method=method)
+
     def with_sigma(self, sigma: ArrayLike) -> "GaussianKernel":
         """Return the kernel with another bandwidth at the same points, which are not prepared again."""
         return self._replanned(_sigma=_checks.bandwidth(sigma, self._points))
