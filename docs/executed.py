@@ -27,7 +27,7 @@ def on_files(files: Files, config: MkDocsConfig, **_: Any) -> Files:
         notebook = jupytext.read(source)
         with tempfile.TemporaryDirectory() as folder:  # for what cells write
             sockets = {"transport": "ipc", "ip": f"{folder}/kernel"}  # files, which others cannot listen to
-            options = {"timeout": _SECONDS, "resources": {"metadata": {"path": folder}}}
+            options = {"timeout": _SECONDS, "coalesce_streams": True, "resources": {"metadata": {"path": folder}}}
             NotebookClient(notebook, config=Config({"KernelManager": sockets}), **options).execute()
         text, pictures = page(notebook, source.stem)
         link = f"[This notebook]({source.stem}.ipynb), with its outputs."

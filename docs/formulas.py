@@ -11,11 +11,11 @@ from typing import Any
 
 _BLOCK = re.compile(r'<div class="language-output highlight"><pre>(.*?)</pre></div>', re.DOTALL)
 _RAISED = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻ᵀ'", "0123456789−T′", strict=True))
-_ACCENTS = {"\u0302": "^", "\u0303": "~", "\u0304": "¯", "\u0307": "˙"}
+_ACCENTS = "\u0302\u0303\u0304\u0307"  # hat, tilde, bar, dot
 _OPENING, _CLOSING, _BARS = "([{", ")]}", "‖|"
 _LARGE = {"Σ": "∑", "Π": "∏"}
 _FRACTIONS = {"½": ("1", "2"), "⅓": ("1", "3")}
-_LETTER = f"[^\\W\\d_{''.join(_RAISED)}][{''.join(_ACCENTS)}]?"
+_LETTER = f"[^\\W\\d_{''.join(_RAISED)}][{_ACCENTS}]?"
 _SCRIPT = rf"\{{[^}}]*\}}|(?:{_LETTER}|\d)"
 _TOKEN = re.compile(
     r"(?P<text>[a-z]{2,}(?: [a-z]{2,})+)|(?P<word>[a-z]{3,})|(?P<number>\d+)"
@@ -74,9 +74,8 @@ def _atom(kind: str, token: str, before: list[Atom]) -> Atom:
         return "number", f'<mstyle displaystyle="false"><mfrac><mn>{top}</mn><mn>{bottom}</mn></mfrac></mstyle>'
     if token in _LARGE and kind != "covariance":
         return "large", f"<mo>{_LARGE[token]}</mo>"
-    if token[-1] in _ACCENTS:
-        accent = f'<mo stretchy="false">{_ACCENTS[token[-1]]}</mo>'
-        return kind, f'<mover accent="true"><mi>{token[0]}</mi>{accent}</mover>'
+    if token[-1] in _ACCENTS:  # which two characters would else make upright
+        return kind, f'<mi style="font-style: italic">{unicodedata.normalize("NFC", token)}</mi>'
     if kind in ("letter", "word", "covariance"):
         return kind, f"<mi>{safe}</mi>"
     if token in _OPENING + _CLOSING + _BARS:
