@@ -41,6 +41,7 @@ def main():
                     model.picture(replace(state, sigma=state.sigma * 2 ** (0.05 * notch), steps=steps))
 
             row[name] = seconds(drag, budget=1.0) / NOTCHES
+        model.picture(state)  # whose ten steps are the first of those that follow
         counts = itertools.count(11)
         row["step"] = seconds(lambda m=model, s=state, c=counts: m.picture(replace(s, steps=next(c))), budget=1.0)
         rows.append(row)
