@@ -34,10 +34,10 @@ doctor: install
 bench: install
 	$(BIN)/python benchmarks/all.py $(if $(FULL),--full)
 
-# The site, and a look at each of its pages in a browser, if there is one.
+# The site, with its notebooks executed, and a look at each of its pages in a browser, if there is one.
 docs: $(VENV)/documented
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
-	$(BIN)/pytest -n 0 tests/test_site.py
+	SITE=site $(BIN)/pytest -n 0 tests/test_site.py
 
 $(VENV)/documented: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"

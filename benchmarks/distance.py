@@ -15,7 +15,7 @@ from _measure import finding, in_its_own_process, once, parsed, save
 
 import qattn
 from qattn import io
-from qattn.distance import geodesic_distance
+from qattn.distances import geodesic_distance
 
 HOLE = 0.4
 

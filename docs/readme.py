@@ -1,4 +1,4 @@
-"""Markdown files of the repository as pages of the site, so that nothing is said twice."""
+"""Markdown files of the repository as pages of the site, so that nothing is said twice, and code that pages link to."""
 
 import posixpath
 import re
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import File, Files
+from mkdocs.structure.files import File, Files, InclusionLevel
 
 PAGES = {
     "README.md": "index.md",
@@ -16,6 +16,7 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "security.md",
 }
+_CODE = re.compile(r"\]\(\.\./([\w/]+\.py)\)")
 
 
 def on_files(files: Files, config: MkDocsConfig, **_: Any) -> Files:
@@ -28,9 +29,20 @@ def on_files(files: Files, config: MkDocsConfig, **_: Any) -> Files:
             name = posixpath.normpath(posixpath.join(posixpath.dirname(path), target))
             if name not in PAGES and not name.startswith("docs/"):
                 return text
-            return f"[{text}]({PAGES.get(name, name.removeprefix('docs/'))}{anchor})"
+            page = re.sub(r"(notebooks/\w+)\.py$", r"\1.md", PAGES.get(name, name.removeprefix("docs/")))
+            return f"[{text}]({page}{anchor})"
 
         text = (root / path).read_text(encoding="utf-8")
         text = re.sub(r"\[([^\]]*)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)", link, text)
         files.append(File.generated(config, page, content=text))
+    gallery = (Path(config.docs_dir) / "gallery.md").read_text(encoding="utf-8")
+    for path in sorted(set(_CODE.findall(gallery))):
+        code = (root / path).read_text(encoding="utf-8").rstrip()
+        text = f"---\nsearch: {{ exclude: true }}\n---\n\n# {path}\n\n```python\n{code}\n```\n"
+        files.append(File.generated(config, f"code/{path}.md", content=text, inclusion=InclusionLevel.NOT_IN_NAV))
     return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Let links to code lead to its pages."""
+    return _CODE.sub(r"](code/\1.md)", markdown)

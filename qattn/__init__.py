@@ -13,7 +13,7 @@ makes its rows sum to one. Q keeps constants and mass, is self-adjoint for the m
 | kernels of other data | `MixtureKernel`, `VoxelKernel`, `GraphKernel`, `MatrixKernel` |
 | eigenpairs, signatures, maps | `eigsh`, `Spectrum`, `signatures`, `maps` |
 | layers for networks | `nn` |
-| distances along a shape and between clouds, flows, geodesics | `distance`, `distances`, `flows`, `geodesics` |
+| distances along a cloud and between clouds, flows, geodesics | `distances`, `flows`, `geodesics` |
 | bandwidths, masses, shapes, batches, files | `bandwidths`, `mass`, `shapes`, `sampling`, `ragged`, `io` |
 | several processes | `distributed`, and `group=` of `GaussianKernel` |
 | the primitive, and its backends | `attend`, `merge`, `Attended`, `backends` |
@@ -24,7 +24,6 @@ from types import ModuleType
 
 from qattn import (
     bandwidths,
-    distance,
     distances,
     distributed,
     flows,
@@ -89,7 +88,6 @@ __all__ = [
     "check_axioms",
     "diffuse",
     "diffusion",
-    "distance",
     "distances",
     "distributed",
     "eigsh",

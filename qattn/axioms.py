@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from qattn import _checks
+from qattn._html import table
 from qattn.operators.diffusion import Diffusion
 
 __all__ = ["AxiomReport", "check_axioms"]
@@ -54,19 +55,32 @@ class AxiomReport:
         """Whether all axioms hold."""
         return all(self.verdicts.values())
 
-    def __str__(self) -> str:
-        figures = {
+    @property
+    def _figures(self) -> dict[str, str]:
+        """Deviation from each axiom in words, by name."""
+        return {
             "self-adjoint": f"Q and its adjoint differ by {self.asymmetry:.1e}",
             "keeps constants": f"mean |Q1 − 1| is {self.constants:.1e}",
             "damps": f"the spectrum lies in [{self.smallest_eigenvalue:.4f}, {self.largest_eigenvalue:.4f}]",
             "positive": f"Qf for f ≥ 0 goes down to {-self.negativity:.1e}" if self.negativity else "Qf ≥ 0 for f ≥ 0",
             "keeps mass": f"Qᵀm and m differ by {self.mass_error:.1e}",
         }
+
+    @property
+    def _title(self) -> str:
+        return f"{'A' if self.holds else 'Not a'} diffusion operator, to {self.tol:g}"
+
+    def __str__(self) -> str:
         lines = [
-            f"  {'yes' if holds else 'NO ':3}  {name:15}  {figures[name]}" for name, holds in self.verdicts.items()
+            f"  {'yes' if holds else 'NO ':3}  {name:15}  {self._figures[name]}"
+            for name, holds in self.verdicts.items()
         ]
-        verdict = "A diffusion operator" if self.holds else "Not a diffusion operator"
-        return "\n".join([f"{verdict}, to {self.tol:g}:", *lines])
+        return "\n".join([f"{self._title}:", *lines])
+
+    def _repr_html_(self) -> str:
+        """Return the table of `print` for notebooks."""
+        verdicts = self.verdicts.items()
+        return table(self._title, [("yes" if holds else "NO", name, self._figures[name]) for name, holds in verdicts])
 
 
 def check_axioms(q: Diffusion, *, tol: float = 1e-2, seed: int = 0) -> AxiomReport:

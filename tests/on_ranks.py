@@ -458,6 +458,7 @@ def looks(method):
             assert f"method={method!r}" in repr(fresh)
             assert kernel.method == ("exact" if method == "auto" else method,) * 2
             assert "marginal_error=" in f"{q} {q!r}"
+            assert "never formed" in q._repr_html_() + fresh._repr_html_() + kernel._repr_html_()
             assert q.marginal_error.shape == q.num_iter.shape == q.converged.shape == (2,)
             assert q.mass.shape == (len(index),)
             assert str(kernel.mass.device) == "cpu"

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import trimesh
 from cases import slow
+from matplotlib import pyplot
 from test_io import WHOLE
 from typer.testing import CliRunner
 
@@ -17,6 +18,7 @@ from qattn.cli import app
 
 ROOT = Path(qattn.__file__).parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
+NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.py"))
 WITH_PYTHON = [page for page in PAGES if "```python\n" in page.read_text()]
 LONG = {"tutorial", "motion", "mixtures", "speed", "points"}
 OTHERS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/paper/README.md", "benchmarks/README.md")]
@@ -33,6 +35,16 @@ def test_python_blocks_of_a_page_run(page, tmp_path, monkeypatch):
     names: dict[str, object] = {}
     for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
         exec(compile(block, page.name, "exec"), names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda notebook: notebook.stem)
+def test_notebooks_run(notebook, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pyplot.switch_backend("Agg")
+    monkeypatch.setattr(pyplot, "show", lambda: None)
+    exec(compile(notebook.read_text(), notebook.name, "exec"), {})
+    pyplot.close("all")
 
 
 @pytest.mark.slow
@@ -69,8 +81,8 @@ def test_what_a_page_names_exists(page):
 
 def test_every_page_is_in_the_navigation():
     navigation = (ROOT / "mkdocs.yml").read_text()
-    for page in [*PAGES, *(ROOT / "docs" / "api").glob("*.md")]:
-        assert page.relative_to(ROOT / "docs").as_posix() in navigation
+    for page in [*PAGES, *(ROOT / "docs" / "api").glob("*.md"), *NOTEBOOKS]:
+        assert page.relative_to(ROOT / "docs").with_suffix(".md").as_posix() in navigation
 
 
 def test_every_public_name_is_in_the_reference():

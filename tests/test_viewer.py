@@ -2,6 +2,7 @@
 
 import gc
 import io as streams
+import math
 import shutil
 import threading
 import time
@@ -16,7 +17,7 @@ from typer.testing import CliRunner
 
 from qattn import diffusion, eigsh, io, shapes
 from qattn.cli import app
-from qattn.distance import geodesic_distance
+from qattn.distances import geodesic_distance
 from qattn.pictures import heat, signed
 from qattn.viewer import PANELS, Model, Viewer, Worker, exported_page
 
@@ -32,6 +33,15 @@ in_chromium = [
 
 def creature(n=600, seed=0):
     return io.Cloud(shapes.creature(n, seed)[0].numpy())
+
+
+def splats(n=600):
+    """Flat splats on the creature, thin along its normals."""
+    points, normals = shapes.creature(n)
+    half = torch.nn.functional.normalize(normals + torch.tensor([0.0, 0.0, 1.0]), dim=-1)  # turns z to the normal
+    columns = {f"scale_{i}": np.full(n, math.log(size), np.float32) for i, size in enumerate((0.06, 0.06, 0.01))}
+    columns |= {f"rot_{i}": column.numpy() for i, column in enumerate((0 * half[:, 0], *half.T))}
+    return io.Cloud(points.numpy(), None, {**columns, "opacity": np.full(n, 3.0, np.float32)})
 
 
 def as_bytes(colors):
@@ -55,6 +65,34 @@ def test_a_dirac_is_diffused_as_the_library_does(model):
     assert "10 steps" in picture.caption
     more = model.picture(replace(state, steps=50))
     assert (more.colors != picture.colors).any()
+
+
+def test_steps_go_on_from_the_last_ones():
+    model = Model(creature())
+    state = model.start()
+    for steps in (3, 7, 7, 2):
+        picture, fresh = (m.picture(replace(state, steps=steps)) for m in (model, Model(creature())))
+        assert (picture.colors == fresh.colors).all()
+    other = replace(state, steps=5, point=9)
+    assert (model.picture(other).colors == Model(creature()).picture(other).colors).all()
+    noise = replace(state, steps=8, signal="noise")
+    assert np.abs(model.picture(noise).colors.astype(int) - Model(creature()).picture(noise).colors).max() <= 1
+
+
+def test_a_moved_slider_starts_from_the_last_potentials():
+    model = Model(creature(2000))
+    state = model.start()
+    passes = []
+    for notch in range(6):
+        moved = replace(state, sigma=state.sigma * 2 ** (0.05 * notch))
+        colors = model.picture(moved).colors.astype(int)
+        q = model._operators.at(moved.sigma)
+        passes.append(int(q.num_iter))
+        assert q.marginal_error <= 1e-3
+        assert np.abs(colors - Model(creature(2000)).picture(moved).colors).max() <= 3
+    assert max(passes[2:]) <= 2 < passes[0]
+    far = replace(state, sigma=20 * state.sigma)
+    assert np.abs(model.picture(far).colors.astype(int) - Model(creature(2000)).picture(far).colors).max() <= 3
 
 
 def test_positions_move_as_those_of_the_command(model):
@@ -291,14 +329,37 @@ class TestInChromium:
         until(lambda: gc.collect() is not None and held() is None)
         assert "10 steps" in text(browser)
 
-    def test_an_exported_page_works_from_disk(self, browser, tmp_path):
-        model = Model(creature())
+    @pytest.mark.parametrize("shape", [creature(), splats()], ids=["points", "splats"])
+    def test_an_exported_page_works_from_disk(self, browser, tmp_path, shape):
+        model = Model(shape)
+        browser.get_log("browser")  # of other tests
         target = Path(tmp_path / "page.html")
         target.write_text(exported_page(model, model.picture(model.start())))
         browser.get(target.as_uri())
         until(lambda: num_colored(pixels(browser)) > 100)
         text = target.read_text()
         assert "http://127.0.0.1" not in text
+        assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
+
+    def test_splats_are_drawn_as_splats(self, browser):
+        from selenium.webdriver.common.keys import Keys
+
+        browser.get_log("browser")  # of other tests
+        served = Viewer(splats(), port=8360)
+        number = opened(browser, served)
+        before = seen(browser, lambda image: num_colored(image) > 100)
+        browser.find_elements("css selector", "[role=slider]")[1].send_keys(Keys.END)
+        until(lambda: "100 steps" in text(browser))
+        seen(browser, lambda image: num_different(image, before) > 500)
+        handle = served.pages[number]._scene._handles["shape"]
+        thinnest, _, widest = np.linalg.eigvalsh(handle.covariances.astype(np.float64)).T
+        assert np.allclose(np.sqrt(widest / thinnest), 6, rtol=0.1)
+        assert np.allclose(handle.opacities, 255 / (1 + math.exp(-3)), atol=1)
+        messages = [entry["message"] for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
+        assert [
+            text for text in messages if "computeBoundingSphere" not in text
+        ] == []  # which viser says of any splats
+        served.stop()
 
 
 def test_every_panel_has_a_computation(model):

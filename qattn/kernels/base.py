@@ -15,6 +15,7 @@ from torch import Tensor
 
 from qattn import _checks
 from qattn._broadcasting import Index, broadcast_shapes, own_index
+from qattn._html import table
 from qattn._types import ArrayLike
 from qattn.attended import Attended, merge
 from qattn.ranks import ALONE, Ranks
@@ -155,6 +156,16 @@ class Kernel(ABC):
         return NotImplemented if isinstance(factor, Kernel) else ScaledKernel(self, factor)
 
     __rmul__ = __mul__
+
+    def _repr_html_(self) -> str:
+        """Return a table for notebooks."""
+        shape = " × ".join(f"{size:,}" for size in self.shape)
+        rows = [("is", repr(self)), ("matrix", f"{shape}, never formed"), ("lse", f"{self.dtype}, {self.device}")]
+        return table(type(self).__name__, [*rows, *self._remarks()])
+
+    def _remarks(self) -> list[tuple[str, str]]:
+        """Return further rows for notebooks, as pairs of a name and a text, without a pass over pairs."""
+        return []
 
     def _with(self: K, **changed: Any) -> K:
         """Return a copy with other attributes."""

@@ -25,6 +25,7 @@ from torch import Tensor
 from qattn import _checks
 from qattn._broadcasting import Index, broadcast_shapes, own_index
 from qattn._eager import eager
+from qattn._html import table
 from qattn._progress import Progress
 from qattn._types import ArrayLike, MassLike, like_input
 from qattn.kernels import GaussianKernel, Kernel, PointKernel
@@ -144,6 +145,18 @@ class Diffusion(_Operator):
     def __repr__(self) -> str:
         error = float(self._result.marginal_error.amax())
         return f"Diffusion({self.kernel!r}, normalization={self.normalization!r}, marginal_error={error:.1e})"
+
+    def _repr_html_(self) -> str:
+        """Return a table for notebooks; nothing is computed for it."""
+        result, shape = self._result, " × ".join(f"{size:,}" for size in self.shape)
+        missed = "" if result.converged.all() else ", above the tolerance"
+        rows = [
+            ("matrix", f"{shape}, never formed"),
+            ("kernel", repr(self.kernel)),
+            ("normalization", f"{self.normalization}, passes: {int(result.num_iter.amax())}"),
+            ("mean |Q1 − 1|", f"{float(result.marginal_error.amax()):.1e}{missed}"),
+        ]
+        return table("Diffusion", rows)
 
     @property
     def kernel(self) -> Kernel:

@@ -105,6 +105,9 @@ def sinkhorn(
         solver: Options of the iteration and of its derivative.
         init: Potential to start from, shape (*batch, N).
 
+    Returns:
+        The potential, with the error that was reached. A missed tolerance warns, and shows in `converged`.
+
     Examples:
         >>> result = sinkhorn(GaussianKernel(torch.randn(200, 3), 0.5))
         >>> bool(result.converged), int(result.num_iter)

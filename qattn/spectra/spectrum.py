@@ -8,12 +8,15 @@ import torch
 from torch import Tensor
 
 from qattn import _checks
+from qattn._html import table
 from qattn._types import ArrayLike, like_input
 from qattn._warning import warn_caller
 from qattn.ranks import ALONE, Ranks
 from qattn.spectra.linalg import inner
 
 __all__ = ["Spectrum", "frequencies_of", "laplacian_eigenvalues"]
+
+_NUM_SHOWN = 8  # eigenpairs in notebooks
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,17 @@ class Spectrum:
 
     def __len__(self) -> int:
         return len(self.values)
+
+    def _repr_html_(self) -> str:
+        """Return a table of the first eigenpairs for notebooks."""
+        values, residuals = (torch.as_tensor(x)[:_NUM_SHOWN] for x in (self.values, self.residuals))
+        title = f"Spectrum: {len(self)} eigenpairs, {len(self.vectors):,} sites"
+        header = ["mode", "eigenvalue λ", "residual"]
+        rows = [[n, f"{values[n]:.6f}", f"{residuals[n]:.0e}"] for n in range(len(values))]
+        if self.sigma is not None:
+            title, header = f"{title}, σ = {self.sigma:g}", [*header, "frequency"]
+            rows = [[*row, f"{mu:.4g}"] for row, mu in zip(rows, _minus_log(values, self.sigma), strict=True)]
+        return table(title, rows, header)
 
     @property
     def frequencies(self) -> Any:
@@ -135,8 +149,13 @@ def laplacian_eigenvalues(values: ArrayLike, sigma: float) -> Any:
             f"{count} of the {eigenvalues.numel()} eigenvalues of Q are 0 or less, and match none of a Laplacian: they "
             "are ∞ here. Take fewer, or a smaller bandwidth, or a kernel that is positive semidefinite."
         )
-    frequencies = -2 / sigma**2 * torch.log(eigenvalues.clamp(min=0))
-    return like_input(torch.where(frequencies == 0, 0, frequencies), values)  # 0 instead of −0
+    return like_input(_minus_log(eigenvalues, sigma), values)
+
+
+def _minus_log(values: Tensor, sigma: float) -> Tensor:
+    """Return −(2/σ²) log λ for eigenvalues λ (k,), ∞ where λ ≤ 0."""
+    frequencies = -2 / sigma**2 * torch.log(values.clamp(min=0))
+    return torch.where(frequencies == 0, 0, frequencies)  # 0 instead of −0
 
 
 def frequencies_of(spectrum: Spectrum, frequencies: ArrayLike | None, name: str = "frequencies") -> Tensor:

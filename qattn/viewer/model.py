@@ -1,5 +1,6 @@
 """Pictures of a shape: colors of its points for each state of the panels, without a browser."""
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from qattn.axioms import check_axioms
 from qattn.bandwidths import num_neighbors
-from qattn.distance import geodesic_distance
+from qattn.distances import geodesic_distance
 from qattn.io import Cloud, Grid
 from qattn.kernels import GaussianKernel, Kernel
 from qattn.maps import fit_functional_map, zoomout
@@ -25,6 +26,7 @@ PANELS = ("Diffuse", "Modes", "Signatures", "Distance from here", "Match", "Oper
 NUM_MODES = 40
 NUM_TIMES = 60  # of heat kernel signatures
 _MATCHED_MODES = 12, 30  # of the first fit, and after ZoomOut
+_REACH = 2.0  # steps of log σ, up to which potentials are extrapolated
 _ALONE = 1.001  # neighbors of a point, up to which Q is the identity
 
 
@@ -83,6 +85,7 @@ class Model:
         self.positions = positions_of(shape)
         self._operators = _Operators(shape)
         self._others = None if other is None else _Operators(other)
+        self._steps: tuple[State, int, Tensor] | None = None  # last state but for its steps, their number, the result
         self._panels: dict[str, Callable[[State], Picture]] = {
             "Diffuse": self._diffuse,
             "Modes": self._modes,
@@ -132,7 +135,9 @@ class Model:
         q = self._operators.at(state.sigma)
         signal = self._signal(state)
         mean = signal.mean(0)
-        smooth = mean + q.power(state.steps, signal - mean) if state.signal != "Dirac" else q.power(state.steps, signal)
+        smooth = (
+            self._power(q, state, signal) if state.signal == "Dirac" else mean + self._power(q, state, signal - mean)
+        )
         seconds = time.perf_counter() - start
         caption = f"{_count(state.steps, 'step')} with {self._sigma(state)}, {seconds:.2f} s{_warning(q)}"
         if state.signal == "Dirac":
@@ -143,6 +148,15 @@ class Model:
             return Picture(_bytes(_as_colors(signal)), caption, moved=_padded(smooth.numpy()))
         colors = _as_colors(smooth) if smooth.shape[1] == 3 else _ramp(smooth[:, 0])
         return Picture(_bytes(colors), f"{state.signal}: {caption}")
+
+    def _power(self, q: Diffusion, state: State, signal: Tensor) -> Tensor:
+        """Apply Q as often as the state asks for, from the last result if that has fewer steps and else the same."""
+        key, done = replace(state, steps=0), 0
+        if self._steps is not None and self._steps[0] == key and self._steps[1] <= state.steps:
+            _, done, signal = self._steps
+        signal = q.power(state.steps - done, signal)
+        self._steps = key, state.steps, signal
+        return signal
 
     def _signal(self, state: State) -> Tensor:
         """Return the signal (N, C) of a state."""
@@ -235,12 +249,13 @@ class Model:
 
 
 class _Operators:
-    """The operators of a shape: the last one is kept, and the next one starts from its potential."""
+    """The operators of a shape: the last one is kept, and the next one starts from the potentials of the last two."""
 
     def __init__(self, shape: Cloud | Grid) -> None:
         self._shape = shape
         self._kernel: Kernel | None = None
         self._last: tuple[float, Diffusion] | None = None
+        self._potentials: list[tuple[float, Tensor]] = []  # log σ and f of the last two operators
         self._spectrum: tuple[float, Spectrum] | None = None
         self.seconds = 0.0  # that the last operator took
 
@@ -250,10 +265,19 @@ class _Operators:
             start = time.perf_counter()
             kernel = self._kernel = self._kernel_at(sigma)
             mass = self._shape.mass if isinstance(self._shape, Cloud) else None
-            init = None if self._last is None else self._last[1].potential.nan_to_num(0, 0, 0)
-            self._last = sigma, diffusion(kernel, mass=mass, init=init)
+            q = diffusion(kernel, mass=mass, init=self._expected_potential(sigma))
+            self._last = sigma, q
+            self._potentials = [*self._potentials[-1:], (math.log(sigma), q.potential.nan_to_num(0, 0, 0))]
             self.seconds = time.perf_counter() - start
         return self._last[1]
+
+    def _expected_potential(self, sigma: float) -> Tensor | None:
+        """Return f as a linear function of log σ through the last two, or the last one if they are far from σ."""
+        if len(self._potentials) < 2:
+            return self._potentials[0][1] if self._potentials else None
+        (before, g), (last, f) = self._potentials
+        t = (math.log(sigma) - last) / (last - before)
+        return f + t * (f - g) if abs(t) <= _REACH else f
 
     def _kernel_at(self, sigma: float) -> Kernel:
         if isinstance(self._kernel, GaussianKernel):  # whose points are sorted already

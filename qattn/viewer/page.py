@@ -14,6 +14,7 @@ import viser
 
 from qattn import io
 from qattn.io import Cloud, Grid
+from qattn.kernels import MixtureKernel
 from qattn.viewer.model import NUM_MODES, NUM_TIMES, PANELS, Model, Picture, State, positions_of, spacing_of
 from qattn.viewer.worker import Worker
 
@@ -237,12 +238,13 @@ class _Page:
 
 
 class _Scene:
-    """The shapes of a page, scaled to `_SIZE` and side by side."""
+    """The shapes of a page, scaled to `_SIZE` and side by side; splats as points if there is no worker to sort them."""
 
-    def __init__(self, scene: viser.SceneApi, model: Model, up: str) -> None:
+    def __init__(self, scene: viser.SceneApi, model: Model, up: str, *, has_workers: bool = True) -> None:
         self._scene, self._model, self._rotation = scene, model, _TURNS[up]
         low, high = model.positions.min(0), model.positions.max(0)
         self._middle, self._scale = (low + high) / 2, _SIZE / float(np.linalg.norm(high - low))
+        self._has_workers = has_workers
         self._handles: dict[str, Any] = {}
         scene.set_background_image(np.full((1, 1, 3), _BACKGROUND, np.uint8))
 
@@ -281,6 +283,15 @@ class _Scene:
             self._handles[name] = self._scene.add_mesh_trimesh(f"/{name}", _colored_mesh(points, shape.faces, colors))
             return
         handle = self._handles.get(name)
+        if isinstance(shape, Cloud) and shape.splats is not None and self._has_workers:
+            if handle is not None and np.array_equal(handle.centers, points):
+                handle.rgbs = colors
+            else:
+                covariances, opacities = _splats(shape, self._rotation * _SIZE / shape.extent)
+                self._handles[name] = self._scene.add_gaussian_splats(
+                    f"/{name}", points, covariances, colors, opacities
+                )
+            return
         if handle is not None and np.array_equal(handle.points, points):
             handle.colors = colors
             return
@@ -300,7 +311,7 @@ def exported_page(model: Model, picture: Picture) -> str:
     """Return an HTML page that shows a picture by itself, without a server or a network."""
     server = _server("127.0.0.1", 8080)
     try:
-        scene = _Scene(server.scene, model, "y")
+        scene = _Scene(server.scene, model, "y", has_workers=False)  # which browsers refuse to pages from disk
         scene.draw(picture)
         server.initial_camera.look_at = scene.center
         server.initial_camera.position = scene.eye
@@ -334,6 +345,14 @@ def _read(name: str, content: bytes) -> Cloud | Grid:
             return io.read(path)
         except (ValueError, OSError) as error:
             raise ValueError(str(error).replace(f"{folder}/", "")) from None
+
+
+def _splats(shape: Cloud, turn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return covariances (N, 3, 3) and opacities (N, 1) of splats in coordinates that a matrix turns and scales."""
+    assert shape.splats is not None
+    _, covariances, *_ = MixtureKernel.from_splats(*shape.splats, sigma=1.0).tensors
+    logits = shape.splats[3].reshape(-1, 1).astype(np.float64)
+    return turn @ covariances.double().numpy() @ turn.T, 1 / (1 + np.exp(-logits))
 
 
 def _colored_mesh(vertices: np.ndarray, faces: np.ndarray, colors: np.ndarray) -> Any:

@@ -127,6 +127,14 @@ class GaussianKernel(PointKernel):
                 lines += [f"  sigma = {sigma:g}"] * self._sigma.ndim + [str(choice)]
         return "\n".join(lines)
 
+    def _remarks(self) -> list[tuple[str, str]]:
+        if "auto" in self._plan.methods:
+            return []
+        sigmas = self._sigma.reshape(-1).tolist()
+        return [
+            (f"methods, σ = {sigma:g}", str(choice)) for sigma, choice in zip(sigmas, self._plan.choices, strict=True)
+        ]
+
     @property
     def points(self) -> Tensor:
         """Positions x, shape (*batch, N, d); for a sharded cloud, those of this rank."""
@@ -199,6 +207,10 @@ class GaussianKernel(PointKernel):
             targets = self._targets[own_index(of_points, self._targets.shape[:-2])]
         prepared = PreparedPoints(targets, points, self._ranks)
         return self._replanned(_points=points, _targets=targets, _sigma=sigma, _prepared=prepared)
+
+    def with_method(self, method: MethodName) -> "GaussianKernel":
+        """Return the kernel of the same points and bandwidths, computed by another method."""
+        return self._replanned(_method=method)
 
     def with_sigma(self, sigma: ArrayLike) -> "GaussianKernel":
         """Return the kernel with another bandwidth at the same points, which are not prepared again."""

@@ -9,7 +9,8 @@ from cases import sphere
 
 import qattn
 from qattn import diffusion, shapes
-from qattn.distance import _NEAR, _RATES, _log_heat, geodesic_distance
+from qattn.distances import geodesic_distance
+from qattn.distances.geodesic import _NEAR, _RATES, _REACH, _Cells, _log_heat
 
 HOLE = 0.4  # radius
 
@@ -60,6 +61,26 @@ def test_distances_go_around_a_hole():
     assert mean_relative_error(geodesic_distance(q, 0), exact) < 0.02
 
 
+def test_a_method_is_replaced_and_the_rest_stays():
+    kernel = qattn.GaussianKernel(sphere(50), 0.3, tol=1e-5)
+    other = kernel.with_method("tiles")
+    assert (kernel.method, other.method, other.tol) == ("exact", "tiles", 1e-5)
+    bias = torch.zeros(50, dtype=torch.float64)
+    torch.testing.assert_close(other.attend(bias).lse, kernel.attend(bias).lse, rtol=0, atol=1e-5)
+
+
+def test_cells_find_all_points_within_reach():
+    x = sphere(500)
+    cells = _Cells(x, 0.3)
+    mask = torch.zeros(500, dtype=torch.bool)
+    mask[[3, 77]] = True
+    around = set(cells.around(mask).tolist())
+    distances = torch.cdist(x, x[mask]).amin(1)
+    assert set((distances < 0.3).nonzero()[:, 0].tolist()) <= around
+    assert distances[list(around)].max() <= 0.6 * math.sqrt(3)
+    assert len(around) < 250
+
+
 def test_heat_is_that_of_a_dense_solve():
     """u = e^{−κ²/2} Q u away from a source, with u given near it: a linear system, in float64."""
     x = sphere(400)
@@ -71,7 +92,7 @@ def test_heat_is_that_of_a_dense_solve():
         alpha, Q = math.exp(-(rate**2) / 2), q.to_dense()
         system = torch.where(near[:, None], torch.eye(400).double(), torch.eye(400) - alpha * Q)
         u = torch.linalg.solve(system, torch.where(near, torch.exp(-rate * straight / sigma), 0))
-        found = _log_heat(q, q.kernel, straight, rate)
+        found = _log_heat(q, q.kernel, x, _Cells(x, _REACH * sigma), straight, rate)
         assert (found - u.log()).abs().max() < 0.02
 
 
