@@ -79,14 +79,16 @@ def test_losses_vanish_for_a_shape_and_its_copy(module):
 
 def test_folders_and_npz_files_give_the_same_shapes(module, sphere, tmp_path):
     data, (vertices, faces) = module("data"), sphere
-    generator, arrays = np.random.default_rng(0), {"names": np.array(["a", "b", "c"]), "split": ["train", "test", "test"]}
+    generator, arrays = np.random.default_rng(0), {"names": list("abc"), "split": ["train", "test", "test"]}
     (tmp_path / "off").mkdir()
     (tmp_path / "corres").mkdir()
     for name in "abc":
         order = generator.permutation(len(vertices))
         rank = np.argsort(order)
-        arrays |= {f"{name}.v": vertices[order], f"{name}.f": rank[faces], f"{name}.vts": rank, f"{name}.sym.vts": rank[::-1]}
-        lines = ["OFF", f"{len(vertices)} {len(faces)} 0", *(" ".join(map(repr, map(float, x))) for x in vertices[order])]
+        arrays |= {f"{name}.v": vertices[order], f"{name}.f": rank[faces]}
+        arrays |= {f"{name}.vts": rank, f"{name}.sym.vts": rank[::-1]}
+        lines = ["OFF", f"{len(vertices)} {len(faces)} 0"]
+        lines += [" ".join(map(repr, map(float, x))) for x in vertices[order]]
         lines += [f"3 {a} {b} {c}" for a, b, c in rank[faces]]
         (tmp_path / "off" / f"{name}.off").write_text("\n".join(lines))
         np.savetxt(tmp_path / "corres" / f"{name}.vts", rank + 1, fmt="%d")

@@ -77,7 +77,8 @@ class Watch:
     def __call__(self, training):
         if len(self.shapes) > 1 and time.perf_counter() - self._last > self.options.save_every:
             features = [unit_features(training.network, shape, self.options.k) for shape in self.shapes]
-            training.curve[-1]["error on training shapes"] = evaluate(self.shapes, features, self.cache)[FEATURES]["error"]
+            found = evaluate(self.shapes, features, self.cache)[FEATURES]
+            training.curve[-1]["error on training shapes"] = found["error"]
             self._last = time.perf_counter()
 
 
@@ -140,9 +141,17 @@ def draw(results, pairs, path):
 
 def settings(options):
     """What a result depends on."""
-    names = "variant", "preset", "points", "k", "k_test", "pairs", "steps", "rate", "seed", "pool", "rotation", "hold_out"
-    machine = f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
-    return {name: getattr(options, name) for name in names} | {"machine": machine}
+    elsewhere = (
+        "data",
+        "cache",
+        "output",
+        "save_every",
+        "profile",
+        "quick",
+        "generated",
+    )  # paths, and what changes nothing
+    chosen = {name: value for name, value in vars(options).items() if name not in elsewhere}
+    return chosen | {"machine": f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"}
 
 
 def main():
@@ -209,7 +218,8 @@ def main():
         }
         for name, kinds in errors.items():
             found = ", ".join(f"{kind} {each['error']:.2f}" for kind, each in kinds.items())
-            print(f"{options.variant}, {row}, {name}: {found} after {training.step} steps, {training.seconds:.0f} s", flush=True)
+            spent = f"{training.step} steps, {training.seconds:.0f} s"
+            print(f"{options.variant}, {row}, {name}: {found} after {spent}", flush=True)
         if options.resample:
             rows[row]["other samples"] = tested_on_other_samples(network, sets, cache, options)
         if options.tune:

@@ -116,7 +116,7 @@ def load(name, path):
         raise SystemExit(f"{path} should be a folder of meshes or an .npz file.")
     if is_test is None:
         if name not in TRAINING:
-            raise SystemExit(f"{path} has no split into shapes to train and to test with, and that of {name} is unknown.")
+            raise SystemExit(f"{path} has no split into shapes to train and to test with, and {name} has no usual one.")
         is_test = np.arange(len(shapes)) >= TRAINING[name]
     train, test = ([s for s, t in zip(shapes, is_test, strict=True) if t == kind] for kind in (False, True))
     if not train or len(test) < 2:
@@ -149,8 +149,8 @@ def _from_npz(data):
         return [sampled(*mesh, VERTICES, number) for number, mesh in enumerate(each)], None
     shapes = []
     for name in names:
-        mirrored = data[f"{name}.sym.vts"] if f"{name}.sym.vts" in data else None
-        shapes.append(meshed(name, data[f"{name}.v"], data[f"{name}.f"], data[f"{name}.vts"], mirrored))
+        vertices, faces, places = (data[name + end] for end in (".v", ".f", ".vts"))
+        shapes.append(meshed(name, vertices, faces, places, data.get(f"{name}.sym.vts")))
     is_test = data["split"].astype(str) == "test" if "split" in data else None
     return shapes, is_test
 

@@ -43,7 +43,7 @@ def resolvent_penalty(mu_t, mu_s):
 
 
 def fitted_maps(A, B, mu_s, mu_t, weight=WEIGHT):
-    """Functional maps (…, k_t, k_s): argmin ‖CA − B‖² + w Σ r_ij C_ij², for coefficients A (…, k_s, d), B (…, k_t, d)."""
+    """Maps C (…, k_t, k_s) of coefficients A (…, k_s, d) and B (…, k_t, d): argmin ‖CA − B‖² + w Σ r_ij C_ij²."""
     gram = A @ A.mT
     ridge = RIDGE * gram.detach().diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
     return RowSolve.apply(gram, weight * resolvent_penalty(mu_t, mu_s) + ridge, B @ A.mT)

@@ -20,7 +20,8 @@ def profile(network, sampler, options):
     seconds = {part: total / STEPS for part, total in training.clock.seconds.items()}
     seconds["sum"] = sum(seconds.values())
     if isinstance(network, QNetwork):
-        seconds |= {f"of features: {part}": total for part, total in _forward(network.network, sampler, options).items()}
+        parts = _forward(network.network, sampler, options)
+        seconds |= {f"of features: {part}": total for part, total in parts.items()}
     for part, value in seconds.items():
         print(f"{type(network).__name__:16} {part:24} {value:8.3f} s")
     return seconds
