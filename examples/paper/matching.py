@@ -86,7 +86,7 @@ def tested(network, sets, cache, options):
     """Errors of a network on the test shapes of all data sets, and pairs of the first for the picture."""
     results, pairs = {}, None
     for name, shapes in sets.items():
-        features = [unit_features(network, shape, options.k_test) for shape in shapes]
+        features = [unit_features(network, shape, options.k) for shape in shapes]
         results[name] = evaluate(shapes, features, cache, options.refine)
         pairs = pairs or first_pairs(shapes, features, 10)
     return results, pairs
@@ -100,7 +100,7 @@ def tested_on_other_samples(network, sets, cache, options):
             for kind in ("even", "uneven"):
                 others = [resampled(s, count, seed, kind == "uneven") for seed, s in enumerate(each.test)]
                 shapes = [prepared(s, options.variant, options.k_test, options.has_peer, cache) for s in others]
-                features = [unit_features(network, shape, options.k_test) for shape in shapes]
+                features = [unit_features(network, shape, options.k) for shape in shapes]
                 results.setdefault(each.name, {})[f"{count} points, {kind}"] = evaluate(shapes, features, cache)
     return results
 

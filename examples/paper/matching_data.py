@@ -52,15 +52,15 @@ class DataSet:
     test: list
 
 
-def cloud_area(points):
-    """Area of a cloud (n, 3): Σ π r² / k, with r the distance of each point to its k-th neighbor."""
+def local_areas(points):
+    """Areas (n,) that the points of a cloud (n, 3) have: π r² / k, with r the distance to the k-th neighbor."""
     radii = cKDTree(points).query(points, NEIGHBORS + 1)[0][:, -1]
-    return np.pi * float((radii**2).sum()) / NEIGHBORS
+    return np.pi * radii**2 / NEIGHBORS
 
 
 def normalized(points):
     points = np.asarray(points, dtype=np.float64)
-    return (points - points.mean(0)) / cloud_area(points) ** 0.5
+    return (points - points.mean(0)) / local_areas(points).sum() ** 0.5
 
 
 def farthest_points(points, count, first):

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from fem import eigenpairs
+from matching_data import local_areas
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, minimum_spanning_tree
 from scipy.sparse.linalg import eigsh
@@ -50,27 +51,17 @@ class Cache:
 
 
 def spacing(points):
-    """Edge of the square that a point of a cloud of area 1 has."""
-    return len(points) ** -0.5
+    """Edge of the square that a point has, averaged by area, so that a kernel also reaches where points are sparse."""
+    areas = local_areas(points)
+    return float(np.average(areas, weights=areas)) ** 0.5
 
 
 def masses(shape, kind):
-    """Masses (n,) with sum 1: areas around vertices of the mesh, or by density where there is no mesh."""
-    if kind == "mesh":
+    """Masses (n,) with sum 1: areas around the vertices of a mesh if these are the points, and else by density."""
+    if kind == "mesh" and np.array_equal(shape.nearest_vertex, np.arange(len(shape.vertices))):
         areas = qattn.mass.vertex_areas(shape.vertices, shape.faces)
-        owner = cKDTree(shape.points).query(_aligned(shape))[1] if len(shape.points) != len(shape.vertices) else None
-        lumped = areas if owner is None else np.bincount(owner, areas, len(shape.points))
-        # A point that no vertex is nearest to still has some mass.
-        lumped = np.maximum(lumped, 0.1 * lumped.mean())
-        return lumped / lumped.sum()
+        return areas / areas.sum()
     return qattn.mass.density(shape.points, DENSITY * spacing(shape.points))
-
-
-def _aligned(shape):
-    """Vertices of the mesh in the units of the points, which are some of them or near to them."""
-    own = shape.vertices[shape.nearest_vertex]
-    scale = np.linalg.norm(shape.points - shape.points.mean(0)) / np.linalg.norm(own - own.mean(0))
-    return (shape.vertices - own.mean(0)) * scale + shape.points.mean(0)
 
 
 def spectrum(shape, kind, k, cache):
