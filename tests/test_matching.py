@@ -159,6 +159,45 @@ def test_frames_are_oriented_and_projections_exact(module, sphere, tmp_path):
         torch.testing.assert_close(sample.mass.sum(), prepared.mass.sum())
 
 
+@pytest.mark.parametrize("kind", ["vertical", "any"])
+def test_features_do_not_depend_on_rotations_unless_coordinates_are_given(module, sphere, tmp_path, kind):
+    data, samples, spectra, networks = (module(name) for name in ("data", "samples", "spectra", "networks"))
+    vertices, faces = sphere
+    shape, cache = data.meshed("a", vertices, faces, np.arange(len(vertices))), spectra.Cache(tmp_path)
+    R = samples.random_rotations(2, kind, torch.Generator().manual_seed(0))
+    torch.testing.assert_close(R @ R.mT, torch.eye(3).expand(2, 3, 3), rtol=0, atol=1e-5)
+    torch.testing.assert_close(torch.linalg.det(R), torch.ones(2))
+    assert (R[:, 1, 1] == 1).all() == (kind == "vertical")
+    for variant, is_invariant in (("mesh", True), ("xyz", False)):
+        prepared = samples.prepared(shape, variant, 12, False, cache)
+        index = np.random.default_rng(0).permutation(len(vertices))[:100]
+        sample = samples.sampled(prepared, index, 8)
+        torch.manual_seed(0)
+        network = networks.QNetwork(prepared.inputs.shape[1], "tiny")
+        with torch.no_grad():
+            as_it_is, turned = (network(samples.batched(2 * [sample], 8, rotations)) for rotations in (None, R))
+        size = float(as_it_is.abs().max())
+        assert torch.allclose(as_it_is, turned, rtol=0, atol=1e-3 * size) == is_invariant
+        means = (sample.mass[:, None] * as_it_is).sum(1) / sample.mass.sum()
+        assert means.abs().max() < 1e-5 * size  # features are centered
+
+
+def test_other_samples_of_a_surface(module, sphere):
+    data, spectra = module("data"), module("spectra")
+    vertices, faces = sphere
+    shape = data.meshed("a", vertices, faces, np.arange(0, len(vertices), 5))
+    even, uneven = (data.resampled(shape, 1500, 3, is_uneven) for is_uneven in (False, True))
+    for other in (even, uneven):
+        assert other.points.shape == (1500, 3)
+        nearest = vertices[other.nearest_vertex[other.places]]
+        assert np.linalg.norm(nearest - vertices[shape.truth], axis=1).mean() < 0.15
+        np.testing.assert_allclose(data.local_areas(other.points).sum(), 1)
+    sizes = [np.quantile(data.local_areas(other.points), [0.1, 0.9]) for other in (even, uneven)]
+    assert sizes[0][1] < 4 * sizes[0][0]
+    assert sizes[1][1] > 5 * sizes[1][0]
+    assert spectra.spacing(uneven.points) > 1.2 * spectra.spacing(even.points)
+
+
 @pytest.mark.slow
 def test_training_goes_on_where_it_was(module, tmp_path):
     """As if it had not been interrupted: every parameter, the curve, and the next random numbers."""
