@@ -13,6 +13,7 @@ from tqdm import tqdm
 LAST = 0.1  # of the rate, at the end of the schedule
 RECORD = 25  # steps between two points of the curve of losses
 CLIP = 1.0  # norm of gradients
+BAR = "{desc}: {percentage:5.1f}%|{bar}| {elapsed}, {remaining} left{postfix}"
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Training:
         """
         saved = time.perf_counter()
         done = budget.spent(self.step, self.seconds)
-        with tqdm(total=1.0, initial=done, desc="training", disable=None, bar_format=_BAR) as bar:
+        with tqdm(total=1.0, initial=done, desc="training", disable=None, bar_format=BAR) as bar:
             while done < 1:
                 start = time.perf_counter()
                 rate = self.rate * (LAST + (1 - LAST) * (1 + math.cos(math.pi * done)) / 2)
@@ -144,6 +145,3 @@ class Training:
         self.step, self.seconds, self.curve = state["step"], state["seconds"], state["curve"]
         self._recent = state["recent"]
         self.clock.seconds.update(state["parts"])
-
-
-_BAR = "{desc}: {percentage:5.1f}%|{bar}| {elapsed} of which left {remaining}{postfix}"
