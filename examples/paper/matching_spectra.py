@@ -21,7 +21,7 @@ from qattn.signatures import wave_kernel_signature
 
 # Spacings; of the operator of which "q" is the spectrum. Wider kernels may join what touches, such as hands
 # and hips; that this is the reason was not tested. On three training shapes of FAUST, signatures alone have errors, up
-# to the mirror, of 9.9, 13.9, 23.4 and 25.6 for 0.7, 1, 1.4 and 2; those of `robust_laplacian` have 11.6, those of the mesh 5.9.
+# to the mirror, of 9.9, 13.9, 23.4 and 25.6 for 0.7, 1, 1.4 and 2; with `robust_laplacian` 11.6, with the mesh 5.9.
 SIGMA = 0.7
 DENSITY = 1.5  # spacings; of the masses
 UNIT = 0.02  # bandwidth for which eigenvalues of Laplacians are written as those of diffusions
