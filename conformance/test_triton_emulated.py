@@ -21,7 +21,7 @@ from torch import Tensor
 from qattn.attended import PairTerms
 from qattn.tiles import device
 from qattn.tiles.device import Cutoff, DeviceTiling
-from qattn.tiles.tiling import kd_order
+from qattn.tiles.order import kd_order
 
 EVIDENCE = "PTX of sm_80, emulated"
 

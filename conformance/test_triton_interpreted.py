@@ -22,8 +22,8 @@ from qattn.attention.triton import Triton
 from qattn.kernels.gaussian import calibration
 from qattn.tiles import device
 from qattn.tiles.device import Cutoff, DeviceTiling
+from qattn.tiles.order import kd_order
 from qattn.tiles.sizes import TILE
-from qattn.tiles.tiling import kd_order
 
 ATTEND, BACKWARD, TILES = "triton: attend", "triton: backward", "triton: tiles"
 INTERPRETED = "interpreted"

@@ -12,11 +12,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def allow_fake_cuda_tensors():
-    """Give CUDA the device guard of meta tensors: a build without CUDA has none, and copies of fakes ask for one."""
+    """Give CUDA the device guard of meta tensors: copies of fakes ask for one.
+
+    A build without CUDA has none, and that of a build with CUDA asks for a driver.
+    """
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     guards = (ctypes.c_void_p * 21).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
     cuda, meta = 1, 14  # c10::DeviceType
-    guards[cuda] = guards[cuda] or guards[meta]
+    if not torch.cuda.is_available():
+        guards[cuda] = guards[meta]
 
 
 class Indexing(TorchFunctionMode):

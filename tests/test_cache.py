@@ -9,12 +9,12 @@ import torch
 from cases import dense
 
 import qattn
-from qattn.attention import native
-from qattn.attention.dispatch import BACKENDS, Dispatch
+from qattn.attention import reference
+from qattn.attention.dispatch import Dispatch
 from qattn.attention.inputs import Inputs
 from qattn.attention.native import Native
 from qattn.attention.reference import Reference
-from qattn.tiles import cache
+from qattn.tiles import cache, meanwhile
 from qattn.tiles.cache import Files
 
 SCRIPT = """
@@ -157,11 +157,17 @@ def test_tasks_are_remembered_on_disk(tmp_path, monkeypatch):
 
 @pytest.fixture
 def _cold(monkeypatch):
-    """A machine on which nothing is compiled, and remembered."""
-    monkeypatch.setattr(native, "is_compiled", lambda task: False)
-    monkeypatch.setattr(native, "remember", lambda task: None)
-    monkeypatch.setattr(Native, "meanwhile", 5 * 300 * 300)
-    monkeypatch.setattr(BACKENDS["native"], "_pairs", 0)
+    """A machine on which nothing is compiled, and remembered, and where compiling is worth 5 · 300² pairs."""
+    monkeypatch.setattr(meanwhile, "is_compiled", lambda task: False)
+    monkeypatch.setattr(meanwhile, "remember", lambda task: None)
+    monkeypatch.setattr(meanwhile, "_spent", {})
+    _be_patient(monkeypatch, 5 * 300 * 300)
+
+
+def _be_patient(monkeypatch, pairs):
+    """Let compiling to attend take as long as torch takes for so many pairs, with all threads."""
+    seconds = reference.PAIR * pairs / torch.get_num_threads()
+    monkeypatch.setattr(meanwhile, "patience", 1.001 * seconds / meanwhile._COMPILER["attend"])
 
 
 def _spied(monkeypatch):
@@ -207,7 +213,7 @@ def test_many_pairs_are_worth_compiling(monkeypatch):
 
 @pytest.mark.usefixtures("_cold")
 def test_gradients_before_and_after(monkeypatch):
-    monkeypatch.setattr(Native, "meanwhile", 10**9)
+    _be_patient(monkeypatch, 10**9)
     points = torch.rand(200, 3, dtype=torch.float64)
 
     def gradients():
@@ -217,7 +223,7 @@ def test_gradients_before_and_after(monkeypatch):
     inputs = Inputs(points[None], points[None])
     assert not Dispatch().can_differentiate(inputs)
     before = gradients()
-    monkeypatch.setattr(Native, "meanwhile", 0)
+    _be_patient(monkeypatch, 0)
     assert Dispatch().can_differentiate(inputs)
     torch.testing.assert_close(gradients(), before, rtol=1e-6, atol=1e-8)
 

@@ -1,0 +1,170 @@
+"""Gaussian attention between near tiles in plain torch, for the time until the loops are compiled.
+
+The weights and the cut-off are those of the loops (`tiles.loops.cutoff`), with two differences: all pairs of tiles are
+compared, instead of the nodes of a tree, and tiles are near or far as a whole.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qattn.attended import Attended
+from qattn.tiles.gaussian import excess, scales_of
+from qattn.tiles.sizes import PART, TILE
+from qattn.tiles.threads import chunks, share
+from qattn.tiles.tiling import Tiling, log2_sum
+
+__all__ = ["PAIR", "attend", "count_near", "seconds_to_attend"]
+
+PAIR = 5e-9  # seconds per pair of points of near tiles, on one core
+
+_SHARES = 12.0  # log₂ of the least number of tiles among which the tolerance is divided
+_COMPARED = 2**20  # pairs of tiles that are compared at a time
+_CHUNKS = 8  # tasks per thread
+_SAMPLE = 32  # tiles for which near tiles are counted, to estimate a duration
+_PAIRS = 2**18  # pairs of points at a time: 1 MB of scores in float32, which fits a cache
+
+
+class _Keys(NamedTuple):
+    """Key tiles of a cloud, and what they add to sums of weights, in log₂."""
+
+    boxes: Tensor  # (S, 2 D)
+    sums: Tensor  # (S,) log₂ Σ 2^β
+    tops: Tensor  # (S,) the same, with larger β for keys of large values
+
+
+def attend(
+    query: Tiling, key: Tiling, sigma: Tensor | None, value: Tensor | None, bias: Tensor | None, tol: float
+) -> Attended:
+    """Attend with the scores −‖q − k‖² / 2σ² + b, as `tiles.gaussian.attend` does."""
+    B, dtype = query.clouds, query.cloud.dtype
+    bias = torch.zeros(B, key.size, dtype=dtype) if bias is None else bias.detach().to(dtype)
+    top = bias.amax(-1, keepdim=True)
+    top = torch.where(top == -torch.inf, 0, top)
+    most = bias if value is None else bias + excess(value, bias)
+    beta, larger = (_tiled(key, (x - top) / math.log(2)) for x in (bias, most))  # (B, S, TILE)
+    floors = beta.amin(-1) if query is key else beta.new_full((B, query.tiles), -torch.inf)
+    points, keys = (x.points.unflatten(0, (B, -1)) for x in (query, key))  # (B, ·, TILE, D)
+    values = None if value is None else key.tiled(value.detach().to(dtype)).unflatten(0, (B, -1))  # (B, S, TILE, C)
+
+    lse = beta.new_empty(B, query.tiles, TILE)
+    out = None if values is None else beta.new_empty(B, query.tiles, TILE, values.shape[-1])
+    scales, sums, tops = scales_of(query, sigma).tolist(), log2_sum(beta), log2_sum(larger)
+
+    def run(b: int, begin: int, end: int) -> None:
+        rows, keys_of_cloud = slice(begin, end), _Keys(_boxes(key, b), sums[b], tops[b])
+        is_near, _ = _near(_boxes(query, b)[rows], floors[b, rows], keys_of_cloud, scales[b], tol)
+        value_of_cloud = None if values is None else values[b]
+        averages, log2_sums = _summed(points[b, rows], keys[b], beta[b], value_of_cloud, scales[b], is_near)
+        lse[b, rows] = log2_sums * math.log(2) + top[b]
+        if out is not None and averages is not None:
+            out[b, rows] = averages
+
+    step = max(1, min(_COMPARED // key.tiles, query.tiles // (_CHUNKS * torch.get_num_threads())))
+    # One thread per task: if all threads shared each operation of torch, they would wait for one another after each.
+    share(run, [(b, *rows) for b in range(B) for rows in chunks(query.tiles, step)])
+    lse = query.untiled(lse.flatten(0, 1))
+    return Attended(None if out is None or value is None else query.untiled(out.flatten(0, 1)).to(value.dtype), lse)
+
+
+def seconds_to_attend(query: Tiling, key: Tiling, sigma: Tensor | None, tol: float) -> float:
+    """Estimate how long `attend` takes."""
+    return PAIR * TILE**2 * count_near(query, key, sigma, tol, _SAMPLE)[0] / torch.get_num_threads()
+
+
+def count_near(query: Tiling, key: Tiling, sigma: Tensor | None, tol: float, num_samples: int) -> tuple[float, float]:
+    """Estimate the numbers of near pairs of tiles, and of pairs of points in near parts of them, for equal biases."""
+    B, parts = query.clouds, TILE // PART
+    beta = _tiled(key, query.cloud.new_zeros(B, key.size))
+    sample = torch.linspace(0, B * query.tiles - 1, min(num_samples, B * query.tiles)).round().long()
+    part_tops = log2_sum(beta.reshape(-1, PART))
+    num_tiles = num_parts = 0
+    for b, scale in enumerate(scales_of(query, sigma).tolist()):
+        rows = sample[sample // query.tiles == b] % query.tiles
+        sums = log2_sum(beta[b])
+        floors = beta[b, rows].amin(-1) if query is key else sums.new_full((len(rows),), -torch.inf)
+        is_near, least = _near(_boxes(query, b)[rows], floors, _Keys(_boxes(key, b), sums, sums), scale, tol)
+        i, j = is_near.nonzero(as_tuple=True)  # (pairs,)
+        of_query = ((b * query.tiles + rows[i]) * parts)[:, None, None] + torch.arange(parts)[:, None]
+        of_key = ((b * key.tiles + j) * parts)[:, None, None] + torch.arange(parts)  # (pairs, 1, parts)
+        gap, _ = _distances(query.tree.parts[of_query], key.tree.parts[of_key])  # (pairs, parts, parts)
+        num_tiles += len(i)
+        num_parts += int((part_tops[of_key] - scale * gap > least[i, None, None]).sum())
+    weight = B * query.tiles / max(1, len(sample))
+    return weight * num_tiles, weight * PART**2 * num_parts
+
+
+def _tiled(tiling: Tiling, beta: Tensor) -> Tensor:
+    """Sort β (B, N) into tiles (B, T, TILE), −inf in the padding of the last one."""
+    return tiling.padded(beta, -torch.inf).unflatten(0, (tiling.clouds, -1))
+
+
+def _boxes(tiling: Tiling, b: int) -> Tensor:
+    """Return the boxes (low, high) of the tiles of a cloud, (T, 2 D)."""
+    return tiling.tree.nodes[b, : tiling.tiles]
+
+
+def _distances(boxes: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the least and the largest squared distance of points of two boxes (…, 2 D)."""
+    (low, high), (other_low, other_high) = boxes.chunk(2, dim=-1), others.chunk(2, dim=-1)
+    gap = torch.maximum(low - other_high, other_low - high).clamp_(min=0)
+    span = torch.maximum(high - other_low, other_high - low)
+    return gap.square_().sum(-1), span.square_().sum(-1)
+
+
+def _near(boxes: Tensor, floors: Tensor, keys: _Keys, scale: float, tol: float) -> tuple[Tensor, Tensor]:
+    """Find the key tiles that matter to query tiles with boxes (t, 2 D) and known lower bounds (t,) of row sums.
+
+    Returns:
+        Whether they matter, (t, S), and log₂ of a weight (t,) that is too small to matter.
+    """
+    gap, span = _distances(boxes[:, None], keys.boxes)  # (t, S)
+    most, least = keys.tops - scale * gap, keys.sums - scale * span
+    floors = torch.maximum(floors, least.amax(-1))
+    is_empty = floors == -torch.inf
+    shares = max(_SHARES, math.log2(len(keys.sums)))
+    is_candidate = most > (floors + math.log2(tol) - shares)[:, None]
+    ratios = torch.exp2(least - torch.where(is_empty, 0, floors)[:, None])
+    floors = floors + torch.log2((ratios * is_candidate).sum(-1).clamp(min=1))
+    count = is_candidate.sum(-1).clamp(min=1)
+    smallest = floors + math.log2(tol) - torch.log2(count.to(floors.dtype)).clamp(max=shares)
+    return is_candidate & (most > smallest[:, None]), smallest
+
+
+def _summed(
+    query: Tensor, key: Tensor, beta: Tensor, value: Tensor | None, scale: float, is_near: Tensor
+) -> tuple[Tensor | None, Tensor]:
+    """Average values (S, TILE, C) with the weights 2^(β_j − c ‖q_i − k_j‖²) of near tiles.
+
+    Args:
+        query: Query tiles (t, TILE, D).
+        key: Key tiles (S, TILE, D).
+        beta: β (S, TILE).
+        value: Values, or None.
+        scale: c.
+        is_near: Which key tiles matter to a query tile, (t, S).
+
+    Returns:
+        Averages (t, TILE, C), or None, and log₂ of the sums of weights (t, TILE).
+    """
+    top = query.new_full(query.shape[:2], -torch.inf)
+    total = torch.zeros_like(top)
+    out = None if value is None else query.new_zeros(*top.shape, value.shape[-1])
+    queries, keys = query.unbind(-1), key.unbind(-1)
+    for i, j in zip(*(x.split(_PAIRS // TILE**2) for x in is_near.nonzero(as_tuple=True)), strict=True):
+        scores = beta[j, None].expand(-1, TILE, -1).contiguous()  # (pairs, TILE, TILE)
+        for q, k in zip(queries, keys, strict=True):
+            apart = q[i, :, None] - k[j, None]
+            scores.addcmul_(apart, apart, value=-scale)
+        before = top
+        top = top.scatter_reduce(0, i[:, None].expand(-1, TILE), scores.amax(-1), "amax")
+        shift = torch.where(top == -torch.inf, 0, top)
+        weights = scores.sub_(shift[i, :, None]).exp2_()
+        factor = torch.exp2(before - shift)
+        total = (total * factor).index_add_(0, i, weights.sum(-1))
+        if out is not None and value is not None:
+            out = (out * factor[..., None]).index_add_(0, i, weights @ value[j])
+    log2_sums = torch.where(top == -torch.inf, 0, top) + torch.log2(total)
+    return None if out is None else out / total.clamp(min=torch.finfo(total.dtype).tiny)[..., None], log2_sums
