@@ -9,12 +9,10 @@ import torch
 from cases import dense
 
 import qattn
-from qattn.attention import reference
 from qattn.attention.dispatch import Dispatch
 from qattn.attention.inputs import Inputs
-from qattn.attention.native import Native
-from qattn.attention.reference import Reference
-from qattn.tiles import cache, meanwhile
+from qattn.attention.native import Native, Plain
+from qattn.tiles import cache, meanwhile, plain
 from qattn.tiles.cache import Files
 
 SCRIPT = """
@@ -166,14 +164,14 @@ def _cold(monkeypatch):
 
 def _be_patient(monkeypatch, pairs):
     """Let compiling to attend take as long as torch takes for so many pairs, with all threads."""
-    seconds = reference.PAIR * pairs / torch.get_num_threads()
+    seconds = plain.seconds_for(pairs, 3)
     monkeypatch.setattr(meanwhile, "patience", 1.001 * seconds / meanwhile._COMPILER["attend"])
 
 
 def _spied(monkeypatch):
     """The names of the backends that are called from now on."""
     names = []
-    for backend in (Native, Reference):
+    for backend in (Native, Plain):
 
         def attend(self, inputs, original=backend.attend):
             names.append(self.name)
@@ -184,11 +182,11 @@ def _spied(monkeypatch):
 
 
 @pytest.mark.usefixtures("_cold")
-def test_the_first_pairs_are_computed_by_the_reference(monkeypatch):
+def test_the_first_pairs_are_computed_by_plain_torch(monkeypatch):
     names = _spied(monkeypatch)
     points = torch.rand(300, 3)
     results = [qattn.attend(points, points, points) for _ in range(7)]
-    assert names == ["reference"] * 5 + ["native"] * 2
+    assert names == ["plain"] * 5 + ["native"] * 2
     out, lse = dense(points, points, points)
     for result in results:
         torch.testing.assert_close(result.out.double(), out, rtol=0, atol=1e-5)

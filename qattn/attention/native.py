@@ -9,27 +9,28 @@ from typing import ClassVar
 import torch
 
 from qattn.attended import Attended, PairSums, PairTerms
-from qattn.attention import reference
 from qattn.attention.engine import Backend, Fused
 from qattn.attention.inputs import Inputs
-from qattn.tiles import gaussian
+from qattn.tiles import gaussian, plain
 from qattn.tiles.compiled import why_not_compiled
 from qattn.tiles.meanwhile import Loop, is_due
 from qattn.tiles.tiling import Tiling
 
-__all__ = ["Native"]
+__all__ = ["Native", "Plain"]
+
+_TOLERANCE = {
+    torch.float64: 1e-13,
+    torch.float32: 1e-5,  # rounding of ½‖q − k‖² ≤ 200
+    torch.float16: 1e-3,  # the same, and out rounded to its dtype
+    torch.bfloat16: 1e-2,
+}
 
 
 class Native(Backend, Fused):
     """Tiles of queries against tiles of keys."""
 
     name: ClassVar[str] = "native"
-    tolerance: ClassVar[dict[torch.dtype, float]] = {
-        torch.float64: 1e-13,
-        torch.float32: 1e-5,  # rounding of ½‖q − k‖² ≤ 200
-        torch.float16: 1e-3,  # the same, and out rounded to its dtype
-        torch.bfloat16: 1e-2,
-    }
+    tolerance: ClassVar[dict[torch.dtype, float]] = _TOLERANCE
 
     def not_supported_reasons(self, inputs: Inputs) -> list[str]:
         reasons = []
@@ -44,14 +45,14 @@ class Native(Backend, Fused):
         return reasons
 
     def is_due(self, inputs: Inputs, task: str) -> bool:
-        """Return whether to attend or to differentiate here: it is compiled, or the reference has computed for long.
+        """Return whether to attend or to differentiate here: it is compiled, or `Plain` has computed for long.
 
         Args:
             inputs: Inputs that this backend supports.
             task: "attend" or "differentiate".
         """
         pairs = inputs.query.shape[0] * inputs.query.shape[1] * inputs.key.shape[1]
-        return is_due(_loop(inputs, task), reference.PAIR * pairs / torch.get_num_threads())
+        return is_due(_loop(inputs, task), plain.seconds_for(pairs, inputs.query.shape[-1]))
 
     def attend(self, inputs: Inputs) -> Attended:
         attended = gaussian.attend(*_tilings(inputs), inputs.sigma, inputs.value, inputs.bias)
@@ -65,6 +66,19 @@ class Native(Backend, Fused):
         sums = gaussian.differentiate(*_tilings(inputs), inputs.sigma, inputs.bias, terms)
         _loop(inputs, "differentiate").remember()
         return sums
+
+
+class Plain(Backend):
+    """The same tiles in plain torch, ten times as slow, in place of `Native` until it pays to compile its loops."""
+
+    name: ClassVar[str] = "plain"
+    tolerance: ClassVar[dict[torch.dtype, float]] = _TOLERANCE
+
+    def not_supported_reasons(self, inputs: Inputs) -> list[str]:
+        return []  # it takes what `Native` does
+
+    def attend(self, inputs: Inputs) -> Attended:
+        return plain.attend(*_tilings(inputs), inputs.sigma, inputs.value, inputs.bias)
 
 
 def _loop(inputs: Inputs, name: str) -> Loop:

@@ -11,9 +11,8 @@ from qattn.attention.engine import Backend
 from qattn.attention.inputs import Inputs
 from qattn.attention.score import pair_score
 
-__all__ = ["PAIR", "Reference"]
+__all__ = ["Reference"]
 
-PAIR = 2e-8  # seconds per pair on one core
 _PAIRS = 2**17  # scores in memory at a time: 512 kB in float32, which fits a cache
 
 

@@ -1,4 +1,4 @@
-"""Gaussian attention between near tiles in plain torch, for the time until the loops are compiled.
+"""Gaussian attention between tiles in plain torch, for the time until the loops are compiled.
 
 The weights and the cut-off are those of the loops (`tiles.loops.cutoff`), with two differences: all pairs of tiles are
 compared, instead of the nodes of a tree, and tiles are near or far as a whole.
@@ -16,14 +16,13 @@ from qattn.tiles.sizes import PART, TILE
 from qattn.tiles.threads import chunks, share
 from qattn.tiles.tiling import Tiling, log2_sum
 
-__all__ = ["PAIR", "attend", "count_near", "seconds_to_attend"]
+__all__ = ["attend", "count_near", "seconds_for"]
 
-PAIR = 5e-9  # seconds per pair of points of near tiles, on one core
+_PAIR, _COORDINATE = 2.5e-9, 0.8e-9  # seconds on one core, per pair of points and for each of their coordinates
 
 _SHARES = 12.0  # log₂ of the least number of tiles among which the tolerance is divided
 _COMPARED = 2**20  # pairs of tiles that are compared at a time
 _CHUNKS = 8  # tasks per thread
-_SAMPLE = 32  # tiles for which near tiles are counted, to estimate a duration
 _PAIRS = 2**18  # pairs of points at a time: 1 MB of scores in float32, which fits a cache
 
 
@@ -36,14 +35,19 @@ class _Keys(NamedTuple):
 
 
 def attend(
-    query: Tiling, key: Tiling, sigma: Tensor | None, value: Tensor | None, bias: Tensor | None, tol: float
+    query: Tiling,
+    key: Tiling,
+    sigma: Tensor | None,
+    value: Tensor | None,
+    bias: Tensor | None,
+    tol: float | None = None,
 ) -> Attended:
-    """Attend with the scores −‖q − k‖² / 2σ² + b, as `tiles.gaussian.attend` does."""
+    """Attend with the scores −‖q − k‖² / 2σ² + b, as `tiles.gaussian.attend` does, with the same arguments."""
     B, dtype = query.clouds, query.cloud.dtype
     bias = torch.zeros(B, key.size, dtype=dtype) if bias is None else bias.detach().to(dtype)
     top = bias.amax(-1, keepdim=True)
     top = torch.where(top == -torch.inf, 0, top)
-    most = bias if value is None else bias + excess(value, bias)
+    most = bias if value is None or tol is None else bias + excess(value, bias)
     beta, larger = (_tiled(key, (x - top) / math.log(2)) for x in (bias, most))  # (B, S, TILE)
     floors = beta.amin(-1) if query is key else beta.new_full((B, query.tiles), -torch.inf)
     points, keys = (x.points.unflatten(0, (B, -1)) for x in (query, key))  # (B, ·, TILE, D)
@@ -54,8 +58,11 @@ def attend(
     scales, sums, tops = scales_of(query, sigma).tolist(), log2_sum(beta), log2_sum(larger)
 
     def run(b: int, begin: int, end: int) -> None:
-        rows, keys_of_cloud = slice(begin, end), _Keys(_boxes(key, b), sums[b], tops[b])
-        is_near, _ = _near(_boxes(query, b)[rows], floors[b, rows], keys_of_cloud, scales[b], tol)
+        rows = slice(begin, end)
+        is_near = torch.ones(end - begin, key.tiles, dtype=torch.bool)
+        if tol is not None:
+            keys_of_cloud = _Keys(_boxes(key, b), sums[b], tops[b])
+            is_near, _ = _near(_boxes(query, b)[rows], floors[b, rows], keys_of_cloud, scales[b], tol)
         value_of_cloud = None if values is None else values[b]
         averages, log2_sums = _summed(points[b, rows], keys[b], beta[b], value_of_cloud, scales[b], is_near)
         lse[b, rows] = log2_sums * math.log(2) + top[b]
@@ -69,9 +76,9 @@ def attend(
     return Attended(None if out is None or value is None else query.untiled(out.flatten(0, 1)).to(value.dtype), lse)
 
 
-def seconds_to_attend(query: Tiling, key: Tiling, sigma: Tensor | None, tol: float) -> float:
-    """Estimate how long `attend` takes."""
-    return PAIR * TILE**2 * count_near(query, key, sigma, tol, _SAMPLE)[0] / torch.get_num_threads()
+def seconds_for(pairs: float, dims: int) -> float:
+    """Estimate how long `attend` takes for so many pairs of points."""
+    return (_PAIR + dims * _COORDINATE) * pairs / torch.get_num_threads()
 
 
 def count_near(query: Tiling, key: Tiling, sigma: Tensor | None, tol: float, num_samples: int) -> tuple[float, float]:

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import torch
 
-from qattn.attention.reference import PAIR
 from qattn.kernels.gaussian import calibration, exact_rows, fourier
 from qattn.kernels.gaussian.prepared import PreparedPoints
 from qattn.tiles import gaussian, plain
@@ -125,9 +124,11 @@ def choose(
         if device.type != "cpu" or why_not_compiled():
             return seconds
         waiting = seconds_to_compile(gaussian.loop_of(_LOOPS[method], points.clouds[1].dtype, points.dims))
-        return min(seconds + waiting / workload.passes(method), by_torch / threads)
+        return min(seconds + waiting / workload.passes(method), by_torch)
 
-    seconds = {"exact": until_compiled("exact", 1e-9 * costs.pair * pairs / threads, PAIR * pairs)}
+    seconds = {
+        "exact": until_compiled("exact", 1e-9 * costs.pair * pairs / threads, plain.seconds_for(pairs, points.dims))
+    }
     if pairs <= _FEW_PAIRS:
         return Choice("exact", {"exact": f"all {pairs:.1e} pairs: few, other methods not compared"}, seconds)
     notes = {"exact": f"all {pairs:.1e} pairs, {_per_pass(seconds['exact'])}{origin}"}
@@ -161,7 +162,7 @@ def choose(
             compared = N * num_keys * clouds / TILE**2
             cost = costs.pair * near + costs.tile_pair * tile_pairs + costs.tiled_point * N * clouds
             cost += costs.comparison * compared
-            by_torch = plain.PAIR * TILE**2 * tile_pairs
+            by_torch = plain.seconds_for(TILE**2 * tile_pairs, points.dims)
             by_loops = 1e-9 * (cost + costs.call["tiles"]) / threads
             seconds["tiles"] = until_compiled("tiles", by_loops, by_torch)
             notes["tiles"] = f"{near / pairs:.1e} of all pairs, {_per_pass(seconds['tiles'])}"

@@ -23,6 +23,7 @@ from qattn.tiles.tiling import Tiling
 __all__ = ["BACKENDS", "SortedCloud", "Tiles"]
 
 BACKENDS = ("native", "triton", "flex")
+_SAMPLE = 32  # tiles for which near tiles are counted, to estimate a duration
 _PASSES_OF_GRADIENTS = 4.0  # of which gradients are made, if sums over pairs are not
 
 
@@ -127,7 +128,8 @@ class Tiles(Engine, Fused):
         if self._backend == "native" or seconds_to_compile(loop) == 0:
             return True
         query, key = self._query.tiling(inputs.dtype), self._key.tiling(inputs.dtype)
-        return is_due(loop, passes * plain.seconds_to_attend(query, key, inputs.sigma, inputs.tol))
+        num_tiles, _ = plain.count_near(query, key, inputs.sigma, inputs.tol, _SAMPLE)
+        return is_due(loop, passes * plain.seconds_for(TILE**2 * num_tiles, query.dims))
 
     @property
     def transposed(self) -> "Tiles":
