@@ -23,6 +23,7 @@ _PAIR, _COORDINATE = 2.5e-9, 0.8e-9  # seconds on one core, per pair of points a
 _SHARES = 12.0  # log₂ of the least number of tiles among which the tolerance is divided
 _COMPARED = 2**20  # pairs of tiles that are compared at a time
 _CHUNKS = 8  # tasks per thread
+_FEWEST = 32  # tiles that stand for all, however many there are
 _PAIRS = 2**18  # pairs of points at a time: 1 MB of scores in float32, which fits a cache
 
 
@@ -82,25 +83,34 @@ def seconds_for(pairs: float, dims: int) -> float:
 
 
 def count_near(query: Tiling, key: Tiling, sigma: Tensor | None, tol: float, num_samples: int) -> tuple[float, float]:
-    """Estimate the numbers of near pairs of tiles, and of pairs of points in near parts of them, for equal biases."""
+    """Estimate the numbers of near pairs of tiles, and of pairs of points in near parts of them, for equal biases.
+
+    A number of query tiles, or fewer if there are very many keys, stand for all.
+    """
     B, parts = query.clouds, TILE // PART
-    beta = _tiled(key, query.cloud.new_zeros(B, key.size))
-    sample = torch.linspace(0, B * query.tiles - 1, min(num_samples, B * query.tiles)).round().long()
-    part_tops = log2_sum(beta.reshape(-1, PART))
+    num_samples = min(num_samples, B * query.tiles, max(_FEWEST, _COMPARED // key.tiles))
+    sample = torch.linspace(0, B * query.tiles - 1, num_samples).round().long()
+    sums, part_sums = (_log2_counts(key, width) for width in (TILE, PART))
     num_tiles = num_parts = 0
     for b, scale in enumerate(scales_of(query, sigma).tolist()):
         rows = sample[sample // query.tiles == b] % query.tiles
-        sums = log2_sum(beta[b])
-        floors = beta[b, rows].amin(-1) if query is key else sums.new_full((len(rows),), -torch.inf)
+        floors = sums.new_full((len(rows),), 0.0 if query is key else -torch.inf)
         is_near, least = _near(_boxes(query, b)[rows], floors, _Keys(_boxes(key, b), sums, sums), scale, tol)
         i, j = is_near.nonzero(as_tuple=True)  # (pairs,)
-        of_query = ((b * query.tiles + rows[i]) * parts)[:, None, None] + torch.arange(parts)[:, None]
-        of_key = ((b * key.tiles + j) * parts)[:, None, None] + torch.arange(parts)  # (pairs, 1, parts)
-        gap, _ = _distances(query.tree.parts[of_query], key.tree.parts[of_key])  # (pairs, parts, parts)
+        of_query = (rows[i] * parts)[:, None, None] + torch.arange(parts)[:, None]  # (pairs, parts, 1)
+        of_key = (j * parts)[:, None, None] + torch.arange(parts)  # (pairs, 1, parts)
+        boxes = [x.tree.parts.unflatten(0, (B, -1))[b, part] for x, part in ((query, of_query), (key, of_key))]
+        gap, _ = _distances(*boxes)  # (pairs, parts, parts)
         num_tiles += len(i)
-        num_parts += int((part_tops[of_key] - scale * gap > least[i, None, None]).sum())
+        num_parts += int((part_sums[of_key] - scale * gap > least[i, None, None]).sum())
     weight = B * query.tiles / max(1, len(sample))
     return weight * num_tiles, weight * PART**2 * num_parts
+
+
+def _log2_counts(tiling: Tiling, width: int) -> Tensor:
+    """Compute log₂ of the number of points in each run of a width, in tiles of a cloud; −inf in the padding."""
+    first = torch.arange(0, tiling.tiles * TILE, width)
+    return (tiling.size - first).clamp(0, width).to(tiling.cloud.dtype).log2()
 
 
 def _tiled(tiling: Tiling, beta: Tensor) -> Tensor:
@@ -115,10 +125,13 @@ def _boxes(tiling: Tiling, b: int) -> Tensor:
 
 def _distances(boxes: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the least and the largest squared distance of points of two boxes (…, 2 D)."""
-    (low, high), (other_low, other_high) = boxes.chunk(2, dim=-1), others.chunk(2, dim=-1)
-    gap = torch.maximum(low - other_high, other_low - high).clamp_(min=0)
-    span = torch.maximum(high - other_low, other_high - low)
-    return gap.square_().sum(-1), span.square_().sum(-1)
+    d = boxes.shape[-1] // 2
+    gap = span = torch.zeros((), dtype=boxes.dtype)
+    for c in range(d):  # one by one: sums over a short last axis are slow
+        below, above = boxes[..., c] - others[..., d + c], boxes[..., d + c] - others[..., c]
+        apart, across = torch.maximum(below, -above).clamp_(min=0), torch.maximum(above, -below)
+        gap, span = torch.addcmul(gap, apart, apart), torch.addcmul(span, across, across)
+    return gap, span
 
 
 def _near(boxes: Tensor, floors: Tensor, keys: _Keys, scale: float, tol: float) -> tuple[Tensor, Tensor]:
