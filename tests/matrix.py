@@ -69,9 +69,13 @@ def install(chosen: Set, python: str, folder: Path) -> Path:
     own = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
     constraints = folder / "constraints.txt"
     constraints.write_text("".join(f"{name}=={version}\n" for name, version in chosen.pins.items()))
-    pip = [own, "-m", "pip", "install", "--quiet", "--cache-dir", FOLDER / "wheels"]
-    subprocess.run([*pip, "--upgrade", "pip"], check=True)
-    subprocess.run([*pip, "--constraint", constraints, "--editable", f"{folder / SOURCES}[test]"], check=True)
+    pip, wheels = [own, "-m", "pip", "--quiet"], FOLDER / "wheels"
+    subprocess.run([*pip, "install", "--upgrade", "pip"], check=True)
+    # All wheels into a folder, where those of the last run are found again; pip's cache needs an index that allows it.
+    pins, project = ["--constraint", constraints], f"{folder / SOURCES}[test]"
+    fetch = [*pip, "wheel", "--cache-dir", wheels / "built", "--wheel-dir", wheels, *pins]
+    subprocess.run([*fetch, project, "hatchling", "editables"], check=True)  # the latter two build the project
+    subprocess.run([*pip, "install", "--no-index", "--find-links", wheels, *pins, "--editable", project], check=True)
     return own
 
 
