@@ -169,22 +169,25 @@ def _summed(
     Returns:
         Averages (t, TILE, C), or None, and log₂ of the sums of weights (t, TILE).
     """
-    top = query.new_full(query.shape[:2], -torch.inf)
-    total = torch.zeros_like(top)
-    out = None if value is None else query.new_zeros(*top.shape, value.shape[-1])
-    queries, keys = query.unbind(-1), key.unbind(-1)
-    for i, j in zip(*(x.split(_PAIRS // TILE**2) for x in is_near.nonzero(as_tuple=True)), strict=True):
-        scores = beta[j, None].expand(-1, TILE, -1).contiguous()  # (pairs, TILE, TILE)
-        for q, k in zip(queries, keys, strict=True):
-            apart = q[i, :, None] - k[j, None]
-            scores.addcmul_(apart, apart, value=-scale)
-        before = top
-        top = top.scatter_reduce(0, i[:, None].expand(-1, TILE), scores.amax(-1), "amax")
-        shift = torch.where(top == -torch.inf, 0, top)
-        weights = scores.sub_(shift[i, :, None]).exp2_()
-        factor = torch.exp2(before - shift)
-        total = (total * factor).index_add_(0, i, weights.sum(-1))
-        if out is not None and value is not None:
-            out = (out * factor[..., None]).index_add_(0, i, weights @ value[j])
-    log2_sums = torch.where(top == -torch.inf, 0, top) + torch.log2(total)
-    return None if out is None else out / total.clamp(min=torch.finfo(total.dtype).tiny)[..., None], log2_sums
+    log2_sums = query.new_full(query.shape[:2], -torch.inf)
+    out = None if value is None else query.new_zeros(*query.shape[:2], value.shape[-1])
+    keys = key.unbind(-1)
+    for i, near in enumerate(is_near):
+        beta_of_near = beta[near].flatten()  # (n,)
+        if not len(beta_of_near):
+            continue
+        keys_of_near = [x[near].flatten() for x in keys]  # D × (n,)
+        values_of_near = None if value is None else value[near].flatten(0, 1)  # (n, C)
+        for begin, end in chunks(TILE, max(1, _PAIRS // len(beta_of_near))):
+            scores = beta_of_near.expand(end - begin, -1).contiguous()  # (rows, n)
+            for q, k in zip(query[i, begin:end].unbind(-1), keys_of_near, strict=True):
+                apart = q[:, None] - k
+                scores.addcmul_(apart, apart, value=-scale)
+            top = scores.amax(-1, keepdim=True)
+            shift = torch.where(top == -torch.inf, 0, top)
+            weights = scores.sub_(shift).exp2_()
+            total = weights.sum(-1, keepdim=True)
+            log2_sums[i, begin:end] = (shift + torch.log2(total))[:, 0]
+            if out is not None and values_of_near is not None:
+                out[i, begin:end] = weights @ values_of_near / total.clamp(min=torch.finfo(total.dtype).tiny)
+    return out, log2_sums
