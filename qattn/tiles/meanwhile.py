@@ -16,7 +16,7 @@ from qattn.tiles.compiled import why_not_compiled
 __all__ = ["Loop", "at_once", "is_due", "seconds_to_compile"]
 
 patience = 1.0  # seconds that torch may take, per second that the compiler would
-# Seconds of the compiler, on one core of 2.5 GHz.
+# Seconds of the compiler on one core, about (benchmarks/cold_start.py).
 _COMPILER = {
     "layout": 0.5, "sort": 3.0, "attend": 6.0, "attend near": 10.0, "differentiate": 4.0, "differentiate near": 6.0,
 }  # fmt: skip
