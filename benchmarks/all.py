@@ -16,6 +16,7 @@ from _measure import RECORDS, RESULTS, environment
 SCRIPTS = (
     "attention",
     "backward",
+    "cold_start",
     "normalize",
     "methods",
     "million",

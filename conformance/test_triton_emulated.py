@@ -23,7 +23,7 @@ from qattn.lift import SPLIT_UNIT, extent
 from qattn.tiles import device
 from qattn.tiles.device import Cutoff, DeviceTiling
 from qattn.tiles.gpu import operators
-from qattn.tiles.tiling import kd_order
+from qattn.tiles.order import kd_order
 
 EVIDENCE = "PTX of sm_80, emulated"
 

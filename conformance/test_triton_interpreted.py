@@ -26,8 +26,8 @@ from qattn.lift import SPLIT_UNIT, extent
 from qattn.tiles import device
 from qattn.tiles.device import Cutoff, DeviceTiling
 from qattn.tiles.gpu import operators
+from qattn.tiles.order import kd_order
 from qattn.tiles.sizes import TILE
-from qattn.tiles.tiling import kd_order
 
 ATTEND, BACKWARD, TILES = "triton: attend", "triton: backward", "triton: tiles"
 INTERPRETED = "interpreted"

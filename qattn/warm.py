@@ -10,7 +10,9 @@ from qattn.distances import energy_distance
 from qattn.kernels import GaussianKernel, MixtureKernel
 from qattn.kernels.base import PointKernel
 from qattn.tiles import gaussian
-from qattn.tiles.tiling import Tiling, kd_order
+from qattn.tiles.meanwhile import at_once
+from qattn.tiles.order import kd_order
+from qattn.tiles.tiling import Tiling
 
 __all__ = ["tasks"]
 
@@ -28,15 +30,20 @@ def tasks() -> Iterator[tuple[str, Callable[[], object]]]:
             points = torch.rand(_NUM_POINTS, d, generator=torch.Generator().manual_seed(0), dtype=dtype)
             name = f"{dtype}, {d if d < _DIMENSIONS[-1] else 'more'} dimensions"
             exact = partial(GaussianKernel, method="exact", backend="native")
-            yield f"all pairs, {name}", partial(_differentiate, exact, points)
-            yield f"near pairs, {name}", partial(_tile, points)
+            yield f"all pairs, {name}", partial(_compile, _differentiate, exact, points)
+            yield f"near pairs, {name}", partial(_compile, _tile, points)
         for d in _SORTED_DIMENSIONS:
-            yield f"sorting, {dtype}", partial(kd_order, torch.rand(1, _MANY_POINTS, d, dtype=dtype))
+            yield f"sorting, {dtype}", partial(_compile, kd_order, torch.rand(1, _MANY_POINTS, d, dtype=dtype))
         for d in (3, 4):
             points = torch.rand(_NUM_POINTS, d, generator=torch.Generator().manual_seed(0), dtype=dtype)
-            yield f"distances, {dtype}", partial(_distances, points)
+            yield f"distances, {dtype}", partial(_compile, _distances, points)
     points = torch.rand(_NUM_POINTS, 3, generator=torch.Generator().manual_seed(0))
-    yield "mixtures", partial(_differentiate, _mixture, points)
+    yield "mixtures", partial(_compile, _differentiate, _mixture, points)
+
+
+def _compile(function: Callable[..., object], *arguments: object) -> None:
+    with at_once():
+        function(*arguments)
 
 
 def _differentiate(kernel: Callable[[Tensor, Tensor], PointKernel], points: Tensor) -> None:
@@ -50,7 +57,6 @@ def _differentiate(kernel: Callable[[Tensor, Tensor], PointKernel], points: Tens
 def _tile(points: Tensor) -> None:
     _differentiate(partial(GaussianKernel, method="tiles"), points)
     tiling = Tiling(points[None], kd_order(points[None]))
-    gaussian.count_near(tiling, tiling, _SIGMA, 1e-3, 1)
     gaussian.near_tiles(tiling, tiling, None, points.new_zeros(1, len(points)), 1e-3)
 
 

@@ -9,12 +9,10 @@ import torch
 from cases import dense
 
 import qattn
-from qattn.attention import native
-from qattn.attention.dispatch import BACKENDS, Dispatch
+from qattn.attention.dispatch import Dispatch
 from qattn.attention.inputs import Inputs
-from qattn.attention.native import Native
-from qattn.attention.reference import Reference
-from qattn.tiles import cache
+from qattn.attention.native import Native, Plain
+from qattn.tiles import cache, meanwhile, plain
 from qattn.tiles.cache import Files
 
 SCRIPT = """
@@ -157,17 +155,23 @@ def test_tasks_are_remembered_on_disk(tmp_path, monkeypatch):
 
 @pytest.fixture
 def _cold(monkeypatch):
-    """A machine on which nothing is compiled, and remembered."""
-    monkeypatch.setattr(native, "is_compiled", lambda task: False)
-    monkeypatch.setattr(native, "remember", lambda task: None)
-    monkeypatch.setattr(Native, "meanwhile", 5 * 300 * 300)
-    monkeypatch.setattr(BACKENDS["native"], "_pairs", 0)
+    """A machine on which nothing is compiled, and remembered, and where compiling is worth 5 · 300² pairs."""
+    monkeypatch.setattr(meanwhile, "is_compiled", lambda task: False)
+    monkeypatch.setattr(meanwhile, "remember", lambda task: None)
+    monkeypatch.setattr(meanwhile, "_spent", {})
+    _be_patient(monkeypatch, 5 * 300 * 300)
+
+
+def _be_patient(monkeypatch, pairs):
+    """Let compiling to attend take as long as torch takes for so many pairs, with all threads."""
+    seconds = plain.seconds_for(pairs, 3)
+    monkeypatch.setattr(meanwhile, "patience", 1.001 * seconds / meanwhile._COMPILER["attend"])
 
 
 def _spied(monkeypatch):
     """The names of the backends that are called from now on."""
     names = []
-    for backend in (Native, Reference):
+    for backend in (Native, Plain):
 
         def attend(self, inputs, original=backend.attend):
             names.append(self.name)
@@ -178,11 +182,11 @@ def _spied(monkeypatch):
 
 
 @pytest.mark.usefixtures("_cold")
-def test_the_first_pairs_are_computed_by_the_reference(monkeypatch):
+def test_the_first_pairs_are_computed_by_plain_torch(monkeypatch):
     names = _spied(monkeypatch)
     points = torch.rand(300, 3)
     results = [qattn.attend(points, points, points) for _ in range(7)]
-    assert names == ["reference"] * 5 + ["native"] * 2
+    assert names == ["plain"] * 5 + ["native"] * 2
     out, lse = dense(points, points, points)
     for result in results:
         torch.testing.assert_close(result.out.double(), out, rtol=0, atol=1e-5)
@@ -207,7 +211,7 @@ def test_many_pairs_are_worth_compiling(monkeypatch):
 
 @pytest.mark.usefixtures("_cold")
 def test_gradients_before_and_after(monkeypatch):
-    monkeypatch.setattr(Native, "meanwhile", 10**9)
+    _be_patient(monkeypatch, 10**9)
     points = torch.rand(200, 3, dtype=torch.float64)
 
     def gradients():
@@ -217,7 +221,7 @@ def test_gradients_before_and_after(monkeypatch):
     inputs = Inputs(points[None], points[None])
     assert not Dispatch().can_differentiate(inputs)
     before = gradients()
-    monkeypatch.setattr(Native, "meanwhile", 0)
+    _be_patient(monkeypatch, 0)
     assert Dispatch().can_differentiate(inputs)
     torch.testing.assert_close(gradients(), before, rtol=1e-6, atol=1e-8)
 

@@ -15,15 +15,17 @@ from qattn.kernels.gaussian import prepared
 from qattn.tiles import device
 
 
-def passes_and_waits(channels, max_iter, **options):
-    """Attention kernels that a diffusion calls, and how often the host waits, with so many passes."""
+def passes_and_waits(channels, max_iter):
+    """Attention kernels of torch that a diffusion calls, and how often the host waits, with so many passes."""
+    allow_fake_cuda_tensors()
     with ExitStack() as stack:
         for context in fake_cuda():
             stack.enter_context(context)
         points = torch.empty(500, 3, device="cuda")
         value = torch.empty(500, channels, device="cuda") if channels else None
         waits, calls = stack.enter_context(Synchronizations()), stack.enter_context(Recorder())
-        solver, kernel = qattn.Solver(max_iter=max_iter), qattn.GaussianKernel(points, 0.3, method="exact", **options)
+        solver = qattn.Solver(max_iter=max_iter)
+        kernel = qattn.GaussianKernel(points, 0.3, method="exact", backend="sdpa")
         if value is None:
             qattn.diffusion(kernel, tol=0, solver=solver)
         else:

@@ -8,31 +8,39 @@ from cases import ball, dense, slow, sphere
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qattn.tiles import order
 from qattn.tiles.gaussian import attend as attend_tilings
 from qattn.tiles.gaussian import near_tiles
+from qattn.tiles.order import kd_order
 from qattn.tiles.sizes import PART, TILE
-from qattn.tiles.tiling import Tiling, kd_order
+from qattn.tiles.tiling import Tiling
 
 
 def tiling(points):
     return Tiling(points[None], kd_order(points[None]))
 
 
+def by_torch(points):
+    """As on a machine where sorting is not compiled."""
+    return order._by_torch(points, PART)
+
+
+@pytest.mark.parametrize("sort", [kd_order, by_torch])
 @settings(deadline=None, max_examples=40)
 @given(n=st.integers(1, 700), dims=st.integers(1, 5), values=st.sampled_from([1, 2, 5, 0]), seed=st.integers(0, 2**31))
-def test_the_order_is_a_permutation_with_ties_and_without(n, dims, values, seed):
+def test_the_order_is_a_permutation_with_ties_and_without(sort, n, dims, values, seed):
     generator = torch.Generator().manual_seed(seed)
     points = torch.randn(2, n, dims, generator=generator)
     if values:  # a few numbers only, as on a grid, or one
         points = torch.randint(values, points.shape, generator=generator).float()
-    order = kd_order(points)
-    assert (order.sort().values == torch.arange(n)).all()
+    assert (sort(points).sort().values == torch.arange(n)).all()
 
 
-def test_aligned_runs_of_tiles_are_nodes_of_a_tree():
+@pytest.mark.parametrize("sort", [kd_order, by_torch])
+def test_aligned_runs_of_tiles_are_nodes_of_a_tree(sort):
     """Each run of 2^n leaves is on one side of a plane from the other half of the run of twice its length."""
     points = ball(1000).float()
-    ordered = points[kd_order(points[None])[0]]
+    ordered = points[sort(points[None])[0]]
     length = PART
     while length < 1000:
         for start in range(0, 1000 - length, 2 * length):

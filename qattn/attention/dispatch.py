@@ -11,7 +11,7 @@ from qattn.attention.engine import Backend, Engine, Fused
 from qattn.attention.flash_attn import FlashAttn
 from qattn.attention.flex import Flex
 from qattn.attention.inputs import Inputs
-from qattn.attention.native import Native
+from qattn.attention.native import Native, Plain
 from qattn.attention.reference import Reference
 from qattn.attention.sdpa import Sdpa
 from qattn.attention.triton import Triton
@@ -24,6 +24,7 @@ __all__ = ["BACKENDS", "ORDER", "Dispatch", "select"]
 BACKENDS: dict[str, Backend] = {
     backend.name: backend for backend in (Native(), Triton(), FlashAttn(), Sdpa(), Xformers(), Flex(), Reference())
 }
+_PLAIN = Plain()
 
 # Backends that `backend="auto"` tries, by device. On CPUs flex is not among them: it compiles for seconds per shape. On
 # CUDA, kernels of 16 bits come first if the points have no more: tensor cores then compute the scores too.
@@ -84,10 +85,10 @@ class Dispatch(Engine, Fused):
         return select(inputs, self._name)
 
     def _meanwhile(self, inputs: Inputs, task: str) -> Backend:
-        """Return the backend for a task: the reference, as exact as the loops, until it pays to compile them."""
+        """Return the backend for a task: plain torch, as exact as the loops, until it pays to compile them."""
         backend = self._backend(inputs)
         if self._name == "auto" and isinstance(backend, Native) and not backend.is_due(inputs, task):
-            return BACKENDS["reference"]
+            return _PLAIN
         return backend
 
     def not_supported_reasons(self, inputs: Inputs) -> list[str]:

@@ -11,29 +11,26 @@ import torch
 from qattn.attended import Attended, PairSums, PairTerms
 from qattn.attention.engine import Backend, Fused
 from qattn.attention.inputs import Inputs
-from qattn.tiles import gaussian
-from qattn.tiles.cache import is_compiled, remember
+from qattn.tiles import gaussian, plain
 from qattn.tiles.compiled import why_not_compiled
+from qattn.tiles.meanwhile import Loop, is_due
 from qattn.tiles.tiling import Tiling
 
-__all__ = ["Native"]
+__all__ = ["Native", "Plain"]
+
+_TOLERANCE = {
+    torch.float64: 1e-13,
+    torch.float32: 1e-5,  # rounding of ½‖q − k‖² ≤ 200
+    torch.float16: 1e-3,  # the same, and out rounded to its dtype
+    torch.bfloat16: 1e-2,
+}
 
 
 class Native(Backend, Fused):
     """Tiles of queries against tiles of keys."""
 
     name: ClassVar[str] = "native"
-    # Pairs that others may compute before it compiles: some seconds, as compiling takes.
-    meanwhile: ClassVar[int] = 2**28
-    tolerance: ClassVar[dict[torch.dtype, float]] = {
-        torch.float64: 1e-13,
-        torch.float32: 1e-5,  # rounding of ½‖q − k‖² ≤ 200
-        torch.float16: 1e-3,  # the same, and out rounded to its dtype
-        torch.bfloat16: 1e-2,
-    }
-
-    def __init__(self) -> None:
-        self._pairs = 0  # that others have computed
+    tolerance: ClassVar[dict[torch.dtype, float]] = _TOLERANCE
 
     def not_supported_reasons(self, inputs: Inputs) -> list[str]:
         reasons = []
@@ -48,23 +45,18 @@ class Native(Backend, Fused):
         return reasons
 
     def is_due(self, inputs: Inputs, task: str) -> bool:
-        """Return whether to attend or to differentiate here: it is compiled, or others have computed many pairs since.
-
-        On a new machine, a few small clouds are done by others before a compiler would be. The total is at most twice
-        as long as if it were known how many pairs will come.
+        """Return whether to attend or to differentiate here: it is compiled, or `Plain` has computed for long.
 
         Args:
             inputs: Inputs that this backend supports.
             task: "attend" or "differentiate".
         """
-        if is_compiled(_task(inputs, task)):
-            return True
-        self._pairs += inputs.query.shape[0] * inputs.query.shape[1] * inputs.key.shape[1]
-        return self._pairs > self.meanwhile
+        pairs = inputs.query.shape[0] * inputs.query.shape[1] * inputs.key.shape[1]
+        return is_due(_loop(inputs, task), plain.seconds_for(pairs, inputs.query.shape[-1]))
 
     def attend(self, inputs: Inputs) -> Attended:
         attended = gaussian.attend(*_tilings(inputs), inputs.sigma, inputs.value, inputs.bias)
-        remember(_task(inputs, "attend"))
+        _loop(inputs, "attend").remember()
         return attended
 
     def can_differentiate(self, inputs: Inputs) -> bool:
@@ -72,13 +64,25 @@ class Native(Backend, Fused):
 
     def pair_sums(self, inputs: Inputs, terms: PairTerms) -> PairSums:
         sums = gaussian.differentiate(*_tilings(inputs), inputs.sigma, inputs.bias, terms)
-        remember(_task(inputs, "differentiate"))
+        _loop(inputs, "differentiate").remember()
         return sums
 
 
-def _task(inputs: Inputs, name: str) -> str:
-    """Return the name of the loops that inputs need."""
-    return f"{name}-{inputs.dtype}-{inputs.query.shape[-1]}"
+class Plain(Backend):
+    """The same tiles in plain torch, ten times as slow, in place of `Native` until it pays to compile its loops."""
+
+    name: ClassVar[str] = "plain"
+    tolerance: ClassVar[dict[torch.dtype, float]] = _TOLERANCE
+
+    def not_supported_reasons(self, inputs: Inputs) -> list[str]:
+        return []  # it takes what `Native` does
+
+    def attend(self, inputs: Inputs) -> Attended:
+        return plain.attend(*_tilings(inputs), inputs.sigma, inputs.value, inputs.bias)
+
+
+def _loop(inputs: Inputs, name: str) -> Loop:
+    return gaussian.loop_of(name, inputs.dtype, inputs.query.shape[-1])
 
 
 def _tilings(inputs: Inputs) -> tuple[Tiling, Tiling]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from qattn.kernels import GaussianKernel
 from qattn.operators.diffusion import Diffusion, diffusion
 from qattn.tiles.compiled import why_not_compiled
-from qattn.tiles.tiling import kd_order
+from qattn.tiles.order import kd_order
 
 __all__ = ["centers_of_mass", "coarse_operator"]
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from qattn.attended import Attended, Derivatives, PairSums, PairTerms
 from qattn.ranks import ALONE, Ranks
+from qattn.tiles.meanwhile import Loop
 from qattn.tiles.pairs import both_sides, rounds
 from qattn.tiles.sizes import TILE
 from qattn.tiles.threads import chunks, even_chunks, share
@@ -17,7 +18,7 @@ from qattn.tiles.tiling import FACTOR, Tiling, Weights
 if TYPE_CHECKING:
     from qattn.tiles.loops.cutoff import GaussianCutoff
 
-__all__ = ["attend", "count_near", "differentiate", "excess", "near_tiles"]
+__all__ = ["attend", "differentiate", "excess", "loop_of", "near_tiles", "scales_of"]
 
 _UNROLLED = 4  # largest dimension with a loop compiled for it
 # Pairs of points per task of a thread: the least pays for the overhead, the most keeps threads equally busy.
@@ -48,7 +49,7 @@ def attend(
 
     B, M, dtype = query.clouds, key.size, query.points.dtype
     bias = torch.zeros(B, M, dtype=dtype) if bias is None else bias.to(dtype)
-    scale = _scale(query, sigma)
+    scale = scales_of(query, sigma)
     weights = key.weights(bias, scale=scale)
 
     C = 0 if value is None else value.shape[-1]
@@ -100,7 +101,7 @@ def differentiate(
     B, dtype, D = query.clouds, query.points.dtype, query.dims
     bias = torch.zeros(B, key.size, dtype=dtype) if bias is None else bias.to(dtype)
     row, column, shift = (x.to(dtype) for x in terms[:3])
-    by_column, num_values, scale = terms.by_column, terms.num_values, _scale(query, sigma)
+    by_column, num_values, scale = terms.by_column, terms.num_values, scales_of(query, sigma)
     weights = key.weights(bias, scale=scale)
     shift = shift - weights.top
     rows, columns = query.rows(row), key.columns_of(column)
@@ -137,7 +138,7 @@ def near_tiles(query: Tiling, key: Tiling, sigma: Tensor | None, bias: Tensor, t
     """
     from qattn.tiles.loops.cutoff import list_near_tiles  # here, because importing Numba takes a while
 
-    cutoff = _cutoff(query, key, _scale(query, sigma), key.weights(bias.detach().cpu()), tol)
+    cutoff = _cutoff(query, key, scales_of(query, sigma), key.weights(bias.detach().cpu()), tol)
     counts = torch.empty(query.clouds * query.tiles, dtype=torch.int64)
     list_near_tiles(cutoff, counts.numpy(), torch.empty(len(counts), 0, dtype=torch.int64).numpy())
     longest = max(1, int(counts.amax()))
@@ -150,18 +151,9 @@ def near_tiles(query: Tiling, key: Tiling, sigma: Tensor | None, bias: Tensor, t
     return counts.reshape(shape).int(), lists.reshape(*shape, width).int()
 
 
-def count_near(query: Tiling, key: Tiling, sigma: float, tol: float, num_samples: int) -> tuple[float, float]:
-    """Estimate the numbers of near pairs of tiles, and of pairs of points in near parts of them, for equal biases."""
-    from qattn.tiles.loops import cutoff as walk  # here, because importing Numba takes a while
-
-    dtype = query.points.dtype
-    weights = key.weights(torch.zeros(key.clouds, key.size, dtype=dtype))
-    cutoff = _cutoff(query, key, _scale(query, torch.full((query.clouds,), sigma)), weights, tol)
-    total = query.clouds * query.tiles
-    sample = torch.linspace(0, total - 1, min(num_samples, total)).round().long()
-    tiles, parts = walk.count_near(sample.numpy(), cutoff)
-    pairs_of_part = (TILE // walk.PARTS) ** 2
-    return tiles * total / len(sample), parts * pairs_of_part * total / len(sample)
+def loop_of(name: str, dtype: torch.dtype, dims: int) -> Loop:
+    """Return the loops that are compiled to attend or to differentiate, in so many dimensions."""
+    return Loop(name, dtype, min(dims, _UNROLLED + 1))
 
 
 def excess(value: Tensor, bias: Tensor, ranks: Ranks = ALONE) -> Tensor:
@@ -178,9 +170,9 @@ def excess(value: Tensor, bias: Tensor, ranks: Ranks = ALONE) -> Tensor:
     return largest.clamp_(min=1).log_()
 
 
-def _scale(query: Tiling, sigma: Tensor | None) -> Tensor:
+def scales_of(query: Tiling, sigma: Tensor | None) -> Tensor:
     """Return c (B,) with exp(−‖x − y‖² / 2σ²) = 2^(−c ‖x − y‖²)."""
-    ones = torch.ones(query.clouds, dtype=query.points.dtype)
+    ones = torch.ones(query.clouds, dtype=query.cloud.dtype)
     return ones * FACTOR**2 if sigma is None else (FACTOR / sigma.detach().cpu().double()).square().to(ones)
 
 

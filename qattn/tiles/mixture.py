@@ -13,10 +13,11 @@ from torch import Tensor
 
 from qattn.attended import Attended
 from qattn.tiles.gaussian import excess
+from qattn.tiles.order import kd_order
 from qattn.tiles.pairs import both_sides, rounds
 from qattn.tiles.sizes import PART, TILE
 from qattn.tiles.threads import even_chunks, share
-from qattn.tiles.tiling import FACTOR, Tiling, Weights, kd_order
+from qattn.tiles.tiling import FACTOR, Tiling, Weights
 
 if TYPE_CHECKING:
     from qattn.tiles.loops.cutoff import MixtureCutoff, Nodes

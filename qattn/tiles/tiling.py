@@ -16,50 +16,15 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn.functional import pad
 
+from qattn.tiles.meanwhile import Loop, is_due
 from qattn.tiles.sizes import PART, TILE
 from qattn.tiles.threads import chunks, share
 
-__all__ = ["FACTOR", "Tiling", "Tree", "Weights", "kd_order", "log2_sum"]
+__all__ = ["FACTOR", "Tiling", "Tree", "Weights", "log2_sum"]
 
 FACTOR = math.sqrt(0.5 / math.log(2))  # exp(−½ x²) = 2^(−(FACTOR x)²)
-_WORD = 16  # bytes that the loops move at once
-_COMPILED_WORDS = 2  # loops are compiled for each width of rows up to this one, and once for all wider ones
 _MIN_POINTS = 2**14  # least number of points per task of a thread
-
-
-def kd_order(points: Tensor, leaf: int = PART) -> Tensor:
-    """Sort each cloud of points (B, N, D) by a k-d tree with leaves of a number of points.
-
-    Returns:
-        Indices (B, N), int64.
-    """
-    from qattn.tiles.loops import kd  # here, because importing Numba takes a while
-
-    B, N, D = points.shape
-    num_words = -(-(D + 1) * points.element_size() // _WORD)  # for the coordinates and the index of a point
-    rows = points.new_empty(B, N, num_words * _WORD // points.element_size())
-    rows[..., :D] = points.detach()
-    numbers = rows.view(torch.int32 if points.element_size() == 4 else torch.int64)[..., D]
-    numbers[:] = torch.arange(N)
-    width = (0,) * num_words if num_words <= _COMPILED_WORDS else ()
-    clouds = [(cloud.numpy(), cloud.numpy().view("complex128"), D, width, leaf) for cloud in rows]
-    tasks = [(b, 0, N) for b in range(B)]
-
-    def split(b: int, first: int, last: int) -> None:
-        middle = kd.split(*clouds[b], first, last)
-        halves.extend(run for run in ((b, first, middle), (b, middle, last)) if run[1] < run[2])
-
-    # Level by level, until there is enough for all threads to do.
-    while (
-        tasks
-        and len(tasks) < 4 * torch.get_num_threads()
-        and max(last - first for _, first, last in tasks) > _MIN_POINTS
-    ):
-        halves: list[tuple[int, int, int]] = []
-        share(split, tasks)
-        tasks = halves
-    share(lambda b, first, last: kd.sort(*clouds[b], first, last), tasks)
-    return numbers.long()
+_BY_TORCH = 1e-8  # seconds per number that torch gathers
 
 
 class Tree(NamedTuple):
@@ -104,7 +69,12 @@ class Tiling:
         self.clouds, self.size, self.dims = points.shape
         self.tiles = -(-self.size // TILE)  # per cloud
         self.order = torch.arange(self.size).repeat(self.clouds, 1) if order is None else order
-        self.points = self.rows(points)  # (B T, TILE, D)
+        self.cloud = points.detach()
+
+    @cached_property
+    def points(self) -> Tensor:
+        """Points tile by tile, (B T, TILE, D)."""
+        return self.rows(self.cloud)
 
     @cached_property
     def columns(self) -> Tensor:
@@ -116,10 +86,14 @@ class Tiling:
 
         The last row is repeated to fill the last tile.
         """
+        width, loop = x.shape[-1] if width is None else width, Loop("layout", x.dtype)
+        if not is_due(loop, _BY_TORCH * x.numel()):
+            return pad(self.tiled(x.detach()), (0, width - x.shape[-1]))
         from qattn.tiles.loops.layout import gather_rows  # here, because importing Numba takes a while
 
-        rows = x.new_empty(self.clouds * self.tiles, TILE, x.shape[-1] if width is None else width)
+        rows = x.new_empty(self.clouds * self.tiles, TILE, width)
         share(partial(gather_rows, x.detach().contiguous().numpy(), self.order.numpy(), rows.numpy()), self.chunks)
+        loop.remember()
         return rows
 
     def columns_of(self, x: Tensor) -> Tensor:

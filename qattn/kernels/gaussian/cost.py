@@ -15,7 +15,9 @@ import torch
 
 from qattn.kernels.gaussian import calibration, exact_rows, fourier
 from qattn.kernels.gaussian.prepared import PreparedPoints
-from qattn.tiles import gaussian
+from qattn.tiles import gaussian, plain
+from qattn.tiles.compiled import why_not_compiled
+from qattn.tiles.meanwhile import seconds_to_compile
 from qattn.tiles.sizes import TILE
 
 __all__ = ["METHODS", "Choice", "Workload", "choose", "is_known"]
@@ -46,6 +48,8 @@ _COSTS = {
     "cpu": _Costs(0.24, 200.0, 80.0, 1.3, 120.0, 140.0, {"tiles": 2.5e6, "fourier": 1e7}),
     "cuda": _Costs(0.001, 0.0, 1.0, 0.02, 0.5, 1.0, {"tiles": 5e5, "fourier": 2e6}, comparison=0.01),
 }
+# Loops that compute a pass on CPUs.
+_LOOPS = {"exact": "attend", "tiles": "attend near"}
 # Cost of a channel, in passes for lse.
 _CHANNEL = {"exact": 0.15, "tiles": 0.15, "fourier": 0.44}
 
@@ -114,7 +118,17 @@ def choose(
     costs, origin = _costs(points)
     threads = torch.get_num_threads() if device.type == "cpu" else 1
     threads = -int(ranks.maximum(torch.tensor(-threads, device=device)))
-    seconds = {"exact": 1e-9 * costs.pair * pairs / threads}
+
+    def until_compiled(method: str, seconds: float, by_torch: float) -> float:
+        """Return the seconds per pass on this machine, where torch may serve until loops are compiled."""
+        if device.type != "cpu" or why_not_compiled():
+            return seconds
+        waiting = seconds_to_compile(gaussian.loop_of(_LOOPS[method], points.clouds[1].dtype, points.dims))
+        return min(seconds + waiting / workload.passes(method), by_torch)
+
+    seconds = {
+        "exact": until_compiled("exact", 1e-9 * costs.pair * pairs / threads, plain.seconds_for(pairs, points.dims))
+    }
     if pairs <= _FEW_PAIRS:
         return Choice("exact", {"exact": f"all {pairs:.1e} pairs: few, other methods not compared"}, seconds)
     notes = {"exact": f"all {pairs:.1e} pairs, {_per_pass(seconds['exact'])}{origin}"}
@@ -148,7 +162,9 @@ def choose(
             compared = N * num_keys * clouds / TILE**2
             cost = costs.pair * near + costs.tile_pair * tile_pairs + costs.tiled_point * N * clouds
             cost += costs.comparison * compared
-            seconds["tiles"] = 1e-9 * (cost + costs.call["tiles"]) / threads
+            by_torch = plain.seconds_for(TILE**2 * tile_pairs, points.dims)
+            by_loops = 1e-9 * (cost + costs.call["tiles"]) / threads
+            seconds["tiles"] = until_compiled("tiles", by_loops, by_torch)
             notes["tiles"] = f"{near / pairs:.1e} of all pairs, {_per_pass(seconds['tiles'])}"
     best = min(seconds, key=lambda name: workload.passes(name) * seconds[name])
     # The same on all ranks, whose estimates may differ by rounding.
@@ -193,7 +209,7 @@ def _near_pairs(points: PreparedPoints, sigma: float, tol: float) -> tuple[float
     counts = (0.0, 0.0)
     if N and M:
         targets, keys = (cloud.tiling(points.clouds[1].dtype) for cloud in points.sorted(torch.tensor(sigma)))
-        tiles, near = gaussian.count_near(targets, keys, sigma, tol, _SAMPLE)
+        tiles, near = plain.count_near(targets, keys, torch.full((targets.clouds,), sigma), tol, _SAMPLE)
         factor = 1 + (ranks.size - 1) * min(1.0, near / (keys.clouds * N * M))
         counts = factor * tiles, factor * near
     sums = ranks.sum(torch.tensor(counts, dtype=torch.float64, device=points.device))

@@ -24,8 +24,8 @@ from qattn.attention.inputs import Inputs
 from qattn.distributed.group import Group, pack, unpack
 from qattn.kernels.gaussian.tiles import SortedCloud, Tiles
 from qattn.tiles.gaussian import excess
+from qattn.tiles.order import kd_order
 from qattn.tiles.sizes import PART
-from qattn.tiles.tiling import kd_order
 
 __all__ = ["Halo"]
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from qattn._broadcasting import broadcast_shapes
 from qattn.kernels.gaussian.tiles import SortedCloud
 from qattn.ranks import Ranks
-from qattn.tiles.tiling import kd_order
+from qattn.tiles.order import kd_order
 
 __all__ = ["PreparedPoints", "with_heads"]
 

@@ -16,14 +16,17 @@ from qattn.attention.engine import Engine, Fused
 from qattn.attention.inputs import BlockLists, Inputs
 from qattn.attention.triton import is_lift_exact
 from qattn.lift import Extent
-from qattn.tiles import device, gaussian
+from qattn.tiles import device, gaussian, plain
 from qattn.tiles.device import Cutoff, DeviceTiling
+from qattn.tiles.meanwhile import Loop, is_due, seconds_to_compile
 from qattn.tiles.sizes import TILE
 from qattn.tiles.tiling import Tiling
 
 __all__ = ["BACKENDS", "SortedCloud", "Tiles"]
 
 BACKENDS = ("native", "triton", "flex")
+_SAMPLE = 32  # tiles for which near tiles are counted, to estimate a duration
+_PASSES_OF_GRADIENTS = 4.0  # of which gradients are made, if sums over pairs are not
 
 
 class SortedCloud:
@@ -108,7 +111,11 @@ class Tiles(Engine, Fused):
             return device.attend(on_query, on_key, inputs.sigma, inputs.value, inputs.bias, cutoff, is_lifted)
         query, key = self._query.tiling(inputs.dtype), self._key.tiling(inputs.dtype)
         if backend == "native":
-            return gaussian.attend(query, key, inputs.sigma, inputs.value, inputs.bias, inputs.tol)
+            if not self._is_due(inputs, "attend near", 1.0):
+                return plain.attend(query, key, inputs.sigma, inputs.value, inputs.bias, inputs.tol)
+            attended = gaussian.attend(query, key, inputs.sigma, inputs.value, inputs.bias, inputs.tol)
+            _loop(inputs, "attend near").remember()
+            return attended
         bias = inputs.biases
         counts, lists = gaussian.near_tiles(query, key, inputs.sigma, bias.to(inputs.dtype), inputs.tol)
         blocks = BlockLists(counts.to(bias.device), lists.to(bias.device), TILE)
@@ -130,6 +137,15 @@ class Tiles(Engine, Fused):
         self._extent = inputs.measured_extent
         return is_lifted
 
+    def _is_due(self, inputs: Inputs, name: str, passes: float) -> bool:
+        """Return whether to call the loops instead of so many passes of plain torch; always if they were asked for."""
+        loop = _loop(inputs, name)
+        if self._backend == "native" or seconds_to_compile(loop) == 0:
+            return True
+        query, key = self._query.tiling(inputs.dtype), self._key.tiling(inputs.dtype)
+        num_tiles, _ = plain.count_near(query, key, inputs.sigma, inputs.tol, _SAMPLE)
+        return is_due(loop, passes * plain.seconds_for(TILE**2 * num_tiles, query.dims))
+
     @property
     def transposed(self) -> "Tiles":
         return Tiles(self._key, self._query, self._backend, self._is_strict, self._widths)
@@ -139,11 +155,20 @@ class Tiles(Engine, Fused):
         return Tiles(self._query, self._key, self._backend, False, self._widths)
 
     def can_differentiate(self, inputs: Inputs) -> bool:
-        return self._backend_for(inputs) in ("native", "triton") and not self.not_supported_reasons(inputs)
+        backend = self._backend_for(inputs)
+        if backend not in ("native", "triton") or self.not_supported_reasons(inputs):
+            return False
+        return backend == "triton" or self._is_due(inputs, "differentiate near", _PASSES_OF_GRADIENTS)
 
     def pair_sums(self, inputs: Inputs, terms: PairTerms) -> PairSums:
         if self._backend_for(inputs) == "triton":
             on_query, on_key, cutoff = self._on_device(inputs)
             return device.differentiate(on_query, on_key, inputs.sigma, inputs.bias, terms, cutoff)
         query, key = self._query.tiling(inputs.dtype), self._key.tiling(inputs.dtype)
-        return gaussian.differentiate(query, key, inputs.sigma, inputs.bias, terms, inputs.tol)
+        sums = gaussian.differentiate(query, key, inputs.sigma, inputs.bias, terms, inputs.tol)
+        _loop(inputs, "differentiate near").remember()
+        return sums
+
+
+def _loop(inputs: Inputs, name: str) -> Loop:
+    return gaussian.loop_of(name, inputs.dtype, inputs.query.shape[-1])

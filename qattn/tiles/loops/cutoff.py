@@ -29,7 +29,6 @@ __all__ = [
     "MixtureCutoff",
     "Nodes",
     "Reach",
-    "count_near",
     "find_least",
     "list_near_tiles",
     "near_parts",
@@ -327,17 +326,3 @@ def list_near_tiles(cutoff, counts, lists):
         counts[tile], _ = near_tiles(tile, cutoff, tiles, most, least)
         for n in range(min(counts[tile], lists.shape[1])):
             lists[tile, n] = tiles[n]
-
-
-@compiled
-def count_near(query_tiles, cutoff):
-    """Count the key tiles that matter to some query tiles, and the pairs of parts that matter."""
-    tiles, most, least = _buffers(cutoff)
-    near = np.empty(PARTS * len(tiles), np.int64)
-    num_tiles, num_parts = 0, 0
-    for tile in query_tiles:
-        count, threshold = near_tiles(tile, cutoff, tiles, most, least)
-        num_tiles += count
-        for row in range(tile * PARTS, (tile + 1) * PARTS):
-            num_parts += near_parts(row, tiles[:count], cutoff, threshold, near)
-    return num_tiles, num_parts
