@@ -24,6 +24,7 @@ __all__ = ["METHODS", "Choice", "Workload", "choose", "is_known"]
 
 METHODS = ("exact", "tiles", "fourier")
 _FEW_PAIRS = 2**24  # up to which methods are not compared
+_WORTH_COMPILING = 2**34  # pairs from which one waits for the compiler, and gets the method that is fastest with it
 _SAMPLE = 128  # tiles for which near tiles are counted
 _ROWS = 64  # rows whose sums are computed
 
@@ -121,7 +122,7 @@ def choose(
 
     def until_compiled(method: str, seconds: float, by_torch: float) -> float:
         """Return the seconds per pass on this machine, where torch may serve until loops are compiled."""
-        if device.type != "cpu" or why_not_compiled():
+        if device.type != "cpu" or why_not_compiled() or pairs > _WORTH_COMPILING:
             return seconds
         waiting = seconds_to_compile(gaussian.loop_of(_LOOPS[method], points.clouds[1].dtype, points.dims))
         return min(seconds + waiting / workload.passes(method), by_torch)

@@ -144,7 +144,8 @@ class Tiles(Engine, Fused):
             return True
         query, key = self._query.tiling(inputs.dtype), self._key.tiling(inputs.dtype)
         num_tiles, _ = plain.count_near(query, key, inputs.sigma, inputs.tol, _SAMPLE)
-        return is_due(loop, passes * plain.seconds_for(TILE**2 * num_tiles, query.dims))
+        compared = query.clouds * query.tiles * key.tiles  # pairs of tiles, each at the cost of some pairs of points
+        return is_due(loop, passes * plain.seconds_for(TILE**2 * num_tiles + TILE * compared, query.dims))
 
     @property
     def transposed(self) -> "Tiles":
