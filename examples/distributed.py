@@ -97,6 +97,9 @@ def main():
         scatter(third, *camera_view(points, normals), colors, 160_000 / options.train, title="parts that were learned")
         picture.savefig(options.output, dpi=90)
         print(f"wrote {options.output}")
+    # DDP keeps Gloo's threads to the end. Here they can drop their last tensors, for which they need Python's lock: one
+    # that asks for it while Python ends would abort the process.
+    dist.barrier()
     dist.destroy_process_group()
 
 
