@@ -175,6 +175,9 @@ OWN = (
     ("8 channels, float32", "attend_blocks", 3, 8),
     ("16 channels, float32", "attend_blocks", 3, 16),
     ("32 channels, float32", "attend_blocks", 3, 32),
+    ("8 channels, float32, lifted", "attend_lifted_blocks", 3, 8),
+    ("16 channels, float32, lifted", "attend_lifted_blocks", 3, 16),
+    ("32 channels, float32, lifted", "attend_lifted_blocks", 3, 32),
     ("sums of the backward pass, 8 channels", "differentiate_blocks", 3, 8),
 )
 LISTED = (("lse, d = 3, over lists of tiles", "sum_blocks"), ("lse, d = 3, lifted, over lists", "sum_lifted_blocks"))

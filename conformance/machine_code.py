@@ -15,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-__all__ = ["Instruction", "Kernel", "Loop", "assembled", "compiled", "disassembled", "read"]
+__all__ = ["Instruction", "Kernel", "Loop", "assembled", "compiled", "disassembled", "read", "spilled_on_amd"]
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _LABEL = re.compile(r"\s*(\.L_\w+):")
@@ -73,6 +73,13 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], capa
         capability: As 80.
         num_warps: Warps of a program.
     """
+    options = {"num_warps": num_warps, "num_stages": 1}
+    source = _source(kernel, types, constants)
+    result = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return read(result.asm["ptx"], result.asm["cubin"], result.metadata.shared)
+
+
+def _source(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> ASTSource:
     signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
     # As at run time: pointers and numbers of points are multiples of 16.
     aligned = {
@@ -80,10 +87,14 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], capa
         for n, name in enumerate(kernel.arg_names)
         if signature[name] not in ("constexpr", "fp32") and name not in ("clouds", "query_tiles", "key_tiles")
     }
-    source = ASTSource(kernel, signature, constants, aligned)
+    return ASTSource(kernel, signature, constants, aligned)
+
+
+def spilled_on_amd(kernel: Any, types: dict[str, str], constants: dict[str, Any], name: str, num_warps: int) -> int:
+    """Compile a Triton kernel for a GPU of AMD whose wavefronts have 64 lanes, and return how many registers spill."""
     options = {"num_warps": num_warps, "num_stages": 1}
-    result = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return read(result.asm["ptx"], result.asm["cubin"], result.metadata.shared)
+    code = triton.compile(_source(kernel, types, constants), target=GPUTarget("hip", name, 64), options=options).asm
+    return sum(int(count) for count in re.findall(r"\.[sv]gpr_spill_count:\s*(\d+)", code["amdgcn"]))
 
 
 def assembled(ptx: str, capability: int, shared: int) -> Kernel:

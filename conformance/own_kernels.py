@@ -10,6 +10,7 @@ from qattn.attended import PairTerms
 from qattn.tiles import device
 from qattn.tiles.device import Cutoff, DeviceTiling
 from qattn.tiles.gpu import operators
+from qattn.tiles.sizes import TILE
 
 __all__ = ["TYPES", "build", "constants_of", "launches"]
 
@@ -20,6 +21,7 @@ _FLOATS = (
 TYPES = (
     dict.fromkeys(_FLOATS, "*fp32")
     | dict.fromkeys(("lifted_query", "lifted_keys"), "*fp16")
+    | {"parts": "*bf16"}
     | dict.fromkeys(("counts", "lists"), "*i32")
     | dict.fromkeys(("one", "tiny", "log_tol"), "fp32")
     | dict.fromkeys(("clouds", "query_size", "key_size", "query_tiles", "key_tiles"), "i32")
@@ -51,9 +53,9 @@ def launches(dims: int, channels: int, *, listed: bool = False, dtype: torch.dty
     cutoff = Cutoff(1e-3, {}) if listed else None
     value, terms = torch.zeros(1, 64, channels, dtype=dtype), torch.zeros(1, 64, channels + 1)
     with mock.patch.object(operators, "_launch", record), mock.patch.object(device, "_near_tiles", return_value=lists):
-        for is_lifted in (False, True):
+        for is_lifted in (False, True) if dims <= 7 else (False,):
             device.attend(cloud, cloud, None, None, None, cutoff, is_lifted)
-        device.attend(cloud, cloud, None, value, None, cutoff)
+            device.attend(cloud, cloud, None, value, None, cutoff, is_lifted)
         sums = PairTerms(terms, terms, torch.zeros(1, 64), by_column=True, num_values=channels)
         device.differentiate(cloud, cloud, None, None, sums, cutoff)
     return found
@@ -62,6 +64,5 @@ def launches(dims: int, channels: int, *, listed: bool = False, dtype: torch.dty
 def build(name: str, capability: int, dims: int, channels: int, **options: Any) -> tuple[Kernel, int]:
     """Compile a kernel as it is launched; also return the number of pairs of a step for each thread."""
     kernel, constants, warps = launches(dims, channels, **options)[name]
-    return compiled(kernel, TYPES, constants, capability, warps), constants["ROWS"] * constants["COLUMNS"] // (
-        32 * warps
-    )
+    columns = TILE if name == "sum_lifted_blocks" else constants["COLUMNS"]  # it takes a tile at a time
+    return compiled(kernel, TYPES, constants, capability, warps), constants["ROWS"] * columns // (32 * warps)

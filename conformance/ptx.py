@@ -168,6 +168,14 @@ def _flushed(x: Array) -> Array:
     return np.where(np.abs(x) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), x), x).astype(np.float32)
 
 
+def _half(x: Array, kind: str) -> Array:
+    """Return the bits of float32 numbers rounded to f16 or to bf16, as uint32."""
+    if kind == "f16":
+        return x.astype(np.float16).view(np.uint16).astype(np.uint32)
+    bits = x.astype(np.float32).view(np.uint32)
+    return bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1)) >> np.uint32(16)  # ties to even
+
+
 def _truncated(x: Array) -> Array:
     """Round float64 numbers to float32, toward zero."""
     near = x.astype(np.float32)
@@ -410,9 +418,9 @@ class _Block:
 
     def _cvt(self, name: list[str], operands: list[Any]) -> None:
         to, of = name[-2:]
-        if to == "f16x2":  # the second operand is the lower half
-            halves = [self._value(x, of).astype(np.float16).view(np.uint16).astype(np.uint32) for x in operands[:0:-1]]
-            self._write(operands[0], halves[0] | halves[1] << np.uint32(16))
+        if to in ("f16x2", "bf16x2"):  # the second operand is the lower half
+            low, high = (_half(self._value(x, of), to.removesuffix("x2")) for x in operands[:0:-1])
+            self._write(operands[0], low | high << np.uint32(16))
             return
         value = self._value(operands[1], of)
         if "rzi" in name:
@@ -513,20 +521,24 @@ class _Block:
             self._write(register, np.ascontiguousarray(words[:, lane // 4, lane % 4]).reshape(-1))
 
     def _mma(self, name: list[str], operands: list[Any]) -> None:
-        """D (16 × 8) = A (16 × k) B (k × 8) + C in the layouts of mma.m16n8k8 for tf32 and mma.m16n8k16 for f16."""
+        """D (16 × 8) = A (16 × k) B (k × 8) + C in the layouts of mma.m16n8k8 for tf32, m16n8k16 for f16 and bf16."""
         assert name[3:] in (
             ["m16n8k8", "row", "col", "f32", "tf32", "tf32", "f32"],
             ["m16n8k16", "row", "col", "f32", "f16", "f16", "f32"],
+            ["m16n8k16", "row", "col", "f32", "bf16", "bf16", "f32"],
         ), name
         warps, lane = self._program.threads // _WARP, np.arange(_WARP)
         row, column = lane // 4, lane % 4
-        k, packed = (16, 2) if "f16" in name else (8, 1)
+        k, packed = (8, 1) if "tf32" in name else (16, 2)
 
         def parts(registers: tuple[str, ...], is_factor: bool) -> Array:
             """Return numbers (registers, numbers of a register, warps, lanes)."""
             bits = np.stack([self._value(x, "u32") for x in registers])
             if is_factor and packed == 2:
-                numbers = np.ascontiguousarray(bits).view(np.float16).reshape(*bits.shape, 2)
+                halves = np.ascontiguousarray(bits).view(np.uint16).reshape(*bits.shape, 2)
+                numbers = halves.view(np.float16)
+                if "bf16" in name:
+                    numbers = (halves.astype(np.uint32) << np.uint32(16)).view(np.float32)
                 return np.moveaxis(numbers, -1, 1).astype(np.float64).reshape(len(bits), 2, warps, _WARP)
             bits = bits & np.uint32(0xFFFFE000 if is_factor else 0xFFFFFFFF)
             return bits.view(np.float32).astype(np.float64).reshape(len(bits), 1, warps, _WARP)

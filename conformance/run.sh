@@ -5,9 +5,11 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-QATTN_EVIDENCE=$(mktemp)
-export QATTN_EVIDENCE
-trap 'rm -f "$QATTN_EVIDENCE"' EXIT
+LOGS=$(mktemp --directory)
+export QATTN_EVIDENCE=$LOGS/evidence
+touch "$QATTN_EVIDENCE"
+trap 'for pid in $(jobs -p); do kill -- "-$pid" 2>/dev/null; done; rm -rf "$LOGS"' EXIT
+set -m # each part is a group of processes, which ends with this script
 
 # Makes the environment $1 from the requirements $2, of which those that match $3 are installed without dependencies.
 # A copy of the requirements is written last, so that a broken install is made again.
@@ -37,31 +39,48 @@ install_packages() { # called as a condition, where `set -e` has no effect: henc
 test_with() {
     local venv=$1
     shift
-    PYTHONPATH=tests:conformance "$venv/bin/python" -m pytest -c /dev/null --rootdir=. -p no:cacheprovider \
+    PYTHONPATH=tests:conformance:benchmarks "$venv/bin/python" -m pytest -c /dev/null --rootdir=. -p no:cacheprovider \
         -W ignore::DeprecationWarning -W ignore::RuntimeWarning "$@"
 }
 
-status=0
-
 # flash-attn's kernels are Triton's with the first variable, and interpreted with the second.
-if environment .venv-conformance conformance/requirements.txt '^(triton|flash-attn)=='; then
+flash_attn_2() {
+    environment .venv-conformance conformance/requirements.txt '^(triton|flash-attn)==' || return 0
     FLASH_ATTENTION_TRITON_AMD_ENABLE=TRUE TRITON_INTERPRET=1 \
-        test_with .venv-conformance conformance/test_flash_attn.py "$@" || status=1
-fi
+        test_with .venv-conformance conformance/test_flash_attn.py "$@"
+}
 
 # Triton reads the variable when a kernel is defined, so what is interpreted and what is compiled are two processes.
-if environment .venv-conformance-triton conformance/requirements-triton.txt '^(triton|xformers|mslk-cuda)=='; then
-    TRITON_INTERPRET=1 test_with .venv-conformance-triton conformance/*_interpreted.py "$@" || status=1
-    test_with .venv-conformance-triton conformance/*_compiled.py conformance/*_emulated.py "$@" || status=1
-fi
+triton_kernels() {
+    local failed=0
+    environment .venv-conformance-triton conformance/requirements-triton.txt '^(triton|xformers|mslk-cuda)==' || return 0
+    TRITON_INTERPRET=1 test_with .venv-conformance-triton conformance/*_interpreted.py "$@" || failed=1
+    test_with .venv-conformance-triton conformance/*_compiled.py conformance/*_emulated.py "$@" || failed=1
+    return $failed
+}
 
 # xformers does not import where flash-attn-4 is installed alone.
-if environment .venv-conformance-fa4 conformance/requirements-fa4.txt \
-    '^(triton|flash-attn-4|nvidia-.*|apache-.*|torch-c-.*|quack-.*|cuda-.*|protobuf)=='; then
+flash_attn_4() {
+    local failed=0 capability
+    environment .venv-conformance-fa4 conformance/requirements-fa4.txt \
+        '^(triton|flash-attn-4|nvidia-.*|apache-.*|torch-c-.*|quack-.*|cuda-.*|protobuf)==' || return 0
     for capability in 80 90 120; do
-        FLASH_ATTENTION_ARCH=sm_$capability test_with .venv-conformance-fa4 conformance/test_flash_attn_4.py "$@" || status=1
+        FLASH_ATTENTION_ARCH=sm_$capability test_with .venv-conformance-fa4 conformance/test_flash_attn_4.py "$@" || failed=1
     done
-fi
+    return $failed
+}
+
+# Together, as each of them takes one core; what they print is shown one after the other.
+status=0
+declare -A running
+for part in triton_kernels flash_attn_4 flash_attn_2; do
+    $part "$@" >"$LOGS/$part" 2>&1 &
+    running[$part]=$!
+done
+for part in triton_kernels flash_attn_4 flash_attn_2; do
+    wait "${running[$part]}" || status=1
+    cat "$LOGS/$part"
+done
 
 "${PYTHON:-python3}" conformance/table.py "$QATTN_EVIDENCE"
 exit $status

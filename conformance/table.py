@@ -2,7 +2,8 @@
 
     python conformance/table.py EVIDENCE
 
-Rows come from the fixture `held`. Of several with the same path and evidence the worst is shown, relative to its bound.
+Rows come from the fixture `held`, and are sorted, as tests run side by side. Of several with the same path and evidence
+the worst is shown, relative to its bound.
 """
 
 import json
@@ -18,7 +19,7 @@ def main(file: Path) -> None:
         if place not in worst or error * worst[place][1] > worst[place][0] * bound:
             worst[place] = error, bound
     rows = [("path", "evidence", "error", "bound")]
-    rows += [(*place, f"{error:.3g}", f"{bound:.3g}") for place, (error, bound) in worst.items()]
+    rows += [(*place, f"{error:.3g}", f"{bound:.3g}") for place, (error, bound) in sorted(worst.items())]
     widths = [max(len(row[n]) for row in rows) for n in range(4)]
     for n, row in enumerate(rows):
         cells = [row[c].ljust(widths[c]) if c < 2 else row[c].rjust(widths[c]) for c in range(4)]

@@ -21,7 +21,7 @@ from torch import Tensor
 from qattn.attended import PairTerms
 from qattn.lift import SPLIT_UNIT, extent
 from qattn.tiles import device
-from qattn.tiles.device import Cutoff, DeviceTiling
+from qattn.tiles.device import LIFTED_WEIGHT, Cutoff, DeviceTiling
 from qattn.tiles.gpu import operators
 from qattn.tiles.order import kd_order
 
@@ -32,11 +32,16 @@ def emulate(kernel: Any, grid: tuple[int, ...], num_warps: int, *arguments: Any,
     """Compile and emulate what `operators._launch` would launch."""
     built: Kernel = compiled(kernel, TYPES, constants_of(kernel, arguments, constants), 80, num_warps)
     given = [x for x in arguments if x is not None]
-    passed = [np.ascontiguousarray(x.numpy()) if isinstance(x, Tensor) else x for x in given]
+    passed = [_array(x) if isinstance(x, Tensor) else x for x in given]
     ptx.launch(ptx.Program.parse(built.ptx), grid, passed, built.shared)
     for x, array in zip(given, passed, strict=True):
         if isinstance(x, Tensor):
-            x.copy_(torch.from_numpy(array))
+            x.copy_(torch.from_numpy(array).view(x.dtype))
+
+
+def _array(x: Tensor) -> np.ndarray:
+    """Return numbers as NumPy has them; bfloat16, which it has not, as its bits."""
+    return np.ascontiguousarray((x.view(torch.int16) if x.dtype == torch.bfloat16 else x).numpy())
 
 
 @pytest.fixture(autouse=True)
@@ -73,6 +78,25 @@ def test_lifted_lse(sigma, held: Held) -> None:
     _, lse = device.attend(cloud, cloud, None, None, bias, is_lifted=True)
     bound = extent(points, points, bias).rounding(SPLIT_UNIT)
     held(f"triton: lifted lse, σ = {sigma}", EVIDENCE, gap(lse, dense(points, points, None, bias)[1]), bound)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_lifted_values(dtype, held: Held) -> None:
+    """Exponents by tensor cores, and weights of 16 bits; a third of the keys absent."""
+    points, value = torch.randn(1, 128, 3) * 3, torch.randn(1, 128, 8).to(dtype)
+    value[..., 0] = 1.5
+    bias = torch.where(torch.arange(128) % 3 == 0, -torch.inf, torch.randn(128))[None]
+    cloud = DeviceTiling(points)
+    out, lse = device.attend(cloud, cloud, None, value, bias, is_lifted=True)
+    expected_out, expected_lse = dense(points, points, value, bias)
+    bound = extent(points, points, bias).rounding(SPLIT_UNIT) + LIFTED_WEIGHT
+    held("triton: lifted lse beside values / estimate", EVIDENCE, gap(lse, expected_lse) / bound, 1)
+    assert out is not None
+    name, unit = str(dtype).removeprefix("torch."), torch.finfo(dtype).eps
+    sizes = dense(points, points, value.abs(), bias)[0]
+    error = gap((out - expected_out) / sizes, torch.zeros(())) / (bound + unit)
+    held(f"triton: lifted out, {name} values / estimate", EVIDENCE, error, 1)
+    held("triton: lifted averages of a constant", EVIDENCE, gap(out[..., 0], torch.full((), 1.5)), 3e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from cases import CASES, ball, dense, make, sphere
 from conftest import Held
+from interpreter import products_of_bfloat16  # noqa: F401  (a fixture)
 from torch import Tensor
 
 import qattn
@@ -20,11 +21,11 @@ from qattn.attended import PairTerms
 from qattn.attention import triton
 from qattn.attention.dispatch import BACKENDS
 from qattn.attention.inputs import Inputs
-from qattn.attention.triton import Triton
+from qattn.attention.triton import Triton, is_lift_exact
 from qattn.kernels.gaussian import calibration
 from qattn.lift import SPLIT_UNIT, extent
 from qattn.tiles import device
-from qattn.tiles.device import Cutoff, DeviceTiling
+from qattn.tiles.device import LIFTED_WEIGHT, Cutoff, DeviceTiling
 from qattn.tiles.gpu import operators
 from qattn.tiles.order import kd_order
 from qattn.tiles.sizes import TILE
@@ -165,6 +166,69 @@ def test_lifted_rows_that_underflow_are_computed_from_differences(held: Held) ->
     assert (lifted_lse(query, key, torch.full((1, 70), -torch.inf)) == -torch.inf).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("D", "C"), [(3, 1), (1, 8), (2, 33), (3, 70), (7, 9)])
+def test_lifted_values(D, C, dtype, held: Held) -> None:
+    """Clouds of ragged sizes far from the origin, a third of the keys absent, masses over ten decades."""
+    query, key, value = torch.randn(2, 70, D), torch.randn(2, 150, D), torch.randn(2, 150, C).to(dtype)
+    bias = 10 * math.log(10) * (torch.rand(2, 150) - 1)
+    bias[:, ::3] = -torch.inf
+    clouds = DeviceTiling(query + 1e2), DeviceTiling(key + 1e2)
+    out, lse = device.attend(*clouds, None, value, bias, is_lifted=True)
+    expected_out, expected_lse = dense(query + 1e2, key + 1e2, value, bias)
+    bound = extent(query, key, bias).rounding(SPLIT_UNIT) + LIFTED_WEIGHT
+    held("triton: lifted lse beside values / estimate", INTERPRETED, gap(lse, expected_lse) / bound, 1)
+    assert out is not None
+    assert out.dtype == dtype
+    sizes = dense(query + 1e2, key + 1e2, value.abs(), bias)[0]
+    name, unit = str(dtype).removeprefix("torch."), torch.finfo(dtype).eps
+    error = gap((out - expected_out) / sizes, torch.zeros(())) / (bound + unit)
+    held(f"triton: lifted out, {name} values / estimate", INTERPRETED, error, 1)
+
+
+def test_lifted_averages_are_relatively_exact(held: Held) -> None:
+    """Values over thirty decades: an average of small ones does not see the large ones far away. Constants stay."""
+    points = torch.linspace(0, 30, 200)[None, :, None].expand(-1, -1, 3)
+    value = torch.stack([torch.exp2(-3 * points[..., 0]), torch.full((1, 200), 1.1)], dim=-1)
+    cloud = DeviceTiling(points)
+    out, _ = device.attend(cloud, cloud, torch.tensor([0.7]), value, None, is_lifted=True)
+    expected, _ = dense(points / 0.7, points / 0.7, value)
+    assert out is not None
+    bound = extent(points / 0.7, points / 0.7, None).rounding(SPLIT_UNIT) + LIFTED_WEIGHT
+    error = gap(out[..., 0] / expected[..., 0], torch.ones(())) / bound
+    held("triton: lifted averages of values over decades, relative / estimate", INTERPRETED, error, 1)
+    held("triton: lifted averages of a constant", INTERPRETED, gap(out[..., 1], torch.full((), 1.1)), 1e-6)
+
+
+def test_lifted_values_of_rows_that_underflow(held: Held) -> None:
+    query, key, value = torch.randn(1, 100, 3), torch.randn(1, 70, 3), torch.randn(1, 70, 5)
+    query[:, 64:] += 20
+    bias = torch.where(torch.arange(70) % 5 == 0, -torch.inf, torch.randn(70))[None]
+    out, lse = device.attend(DeviceTiling(query), DeviceTiling(key), None, value, bias, is_lifted=True)
+    expected_out, expected_lse = dense(query, key, value, bias)
+    error = gap(lse / expected_lse, torch.ones(1, 100))
+    held("triton: lifted lse beside values, rows that underflow, relative", INTERPRETED, error, 1e-5)
+    held("triton: lifted out, rows that underflow", INTERPRETED, gap(out, expected_out), 1e-4)
+    absent = torch.full((1, 70), -torch.inf)
+    out, lse = device.attend(DeviceTiling(query), DeviceTiling(key), None, value, absent, is_lifted=True)
+    assert (lse == -torch.inf).all()
+    assert (out == 0).all()
+
+
+def test_lifted_values_over_lists(held: Held) -> None:
+    points, value, tol = torch.rand(1, 640, 3) / 0.05, torch.randn(1, 640, 3), 1e-3
+    cloud, widths = sorted_cloud(points), {}
+    for _ in range(2):  # then with a list that is longer than its memory
+        out, lse = device.attend(cloud, cloud, None, value, None, Cutoff(tol, widths), is_lifted=True)
+        expected_out, expected_lse = dense(points, points, value)
+        bound = tol + extent(points, points, None).rounding(SPLIT_UNIT) + LIFTED_WEIGHT
+        held(f"{TILES}, lifted lse beside values / bound", INTERPRETED, gap(lse, expected_lse) / bound, 1)
+        sizes = dense(points, points, value.abs())[0]
+        error = gap((out - expected_out) / sizes, torch.zeros(())) / bound
+        held(f"{TILES}, lifted out / bound", INTERPRETED, error, 1)
+        widths[cloud] = 1
+
+
 def test_lifted_lse_over_lists(held: Held) -> None:
     points, tol = torch.rand(1, 640, 3) / 0.05, 1e-4
     cloud = sorted_cloud(points)
@@ -183,7 +247,24 @@ def test_many_pairs_are_lifted_where_that_is_exact_enough(sigma, is_lifted, held
     assert attended.call_args.kwargs == {"is_lifted": is_lifted}
     held("triton: lse, lifted or not / tol", INTERPRETED, gap(lse, dense(points, points)[1]) / 1e-3, 1)
     attend(query=points, key=points, value=points)
-    assert attended.call_args.kwargs == {"is_lifted": False}
+    assert attended.call_args.kwargs == {"is_lifted": is_lifted}
+
+
+def test_a_lift_holds_its_biases() -> None:
+    """Biases relative to the largest one fit into float16, or the points are not lifted, however large `tol` is."""
+    points = torch.rand(1, 100, 3)
+    for size, is_lifted in ((1e4, True), (2.9e4, False)):
+        bias = size * torch.linspace(-1, 1, 100)[None]
+        assert is_lift_exact(Inputs(points, points, None, bias, tol=0.1), 2**30) == is_lifted
+        if is_lifted:
+            assert gap(lifted_lse(points, points, bias), dense(points, points, None, bias)[1]) < 1e-2
+
+
+def test_values_without_channels(held: Held) -> None:
+    arguments = {"query": torch.randn(2, 65, 3), "key": torch.randn(2, 70, 3), "value": torch.empty(2, 70, 0)}
+    out, lse = attend(**arguments)
+    assert out.shape == (2, 65, 0)
+    held(f"{ATTEND}, lse, float32", INTERPRETED, gap(lse, dense(**arguments)[1]), 1e-5)
 
 
 def test_reasons_against_inputs() -> None:
@@ -351,17 +432,25 @@ def test_a_diffusion_end_to_end_equals_native(method, held: Held, monkeypatch: p
 
 @pytest.mark.parametrize("method", ["exact", "tiles"])
 def test_a_diffusion_by_tensor_cores(method, held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sinkhorn passes are lifted, and the product is not."""
+    """Sinkhorn passes and the product; the sums of its gradient are of differences."""
     monkeypatch.setattr(triton, "_MANY_PAIRS", 1)
-    lifted = Mock(wraps=operators.sum_lifted_blocks)
-    monkeypatch.setattr(operators, "sum_lifted_blocks", lifted)
-    points = sphere(300).float()
-    got, expected = (
-        qattn.diffusion(qattn.GaussianKernel(points, 0.2, method=method, backend=backend), tol=1e-4) @ points
-        for backend in ("triton", "native")
-    )
-    assert lifted.call_count > 2
-    held(f"triton: diffusion by {method}, lifted, against native", INTERPRETED, gap(got, expected.double()), 2e-4)
+    summed, attended = (Mock(wraps=getattr(operators, f"{name}_lifted_blocks")) for name in ("sum", "attend"))
+    monkeypatch.setattr(operators, "sum_lifted_blocks", summed)
+    monkeypatch.setattr(operators, "attend_lifted_blocks", attended)
+    cloud = sphere(300).float()
+
+    def run(backend: str) -> tuple[Tensor, Tensor]:
+        points = cloud.clone().requires_grad_()
+        kernel = qattn.GaussianKernel(points, 0.2, method=method, backend=backend)
+        out = qattn.diffusion(kernel, tol=1e-4) @ cloud
+        return out.detach(), torch.autograd.grad(out[..., 0].square().sum(), points)[0]
+
+    found = run("triton")
+    assert summed.call_count > 2
+    assert attended.call_count >= 1
+    for name, got, expected in zip(("Q v", "by points"), found, run("native"), strict=True):
+        error = gap(got, expected.double()) / max(1.0, float(expected.abs().amax()))
+        held(f"triton: diffusion by {method}, lifted, {name}, against native", INTERPRETED, error, 2e-4)
 
 
 def test_several_bandwidths_and_clouds(held: Held) -> None:

@@ -4,11 +4,14 @@ import json
 
 import pytest
 import torch
-from fake_cuda import allow_fake_cuda_tensors
+from fake_cuda import Synchronizations, allow_fake_cuda_tensors
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qattn.kernels.gaussian import calibration
 from qattn.kernels.gaussian.calibration import Rates
+from qattn.kernels.gaussian.cost import Workload, choose
+from qattn.kernels.gaussian.prepared import PreparedPoints
+from qattn.ranks import ALONE
 from qattn.tiles import device
 
 TRUE = Rates(pair=0.001, comparison=0.01, point=0.5, call=4e5)
@@ -73,3 +76,14 @@ def test_nothing_is_measured_without_triton(gpu, monkeypatch):
     monkeypatch.setattr(device, "why_not_installed", lambda: "triton is not installed")
     assert calibration.rates(CUDA) is None
     assert gpu == []
+
+
+@pytest.mark.parametrize(("num_points", "count"), [(1000, 0), (10_000, 4)])
+def test_few_pairs_do_not_wait_for_measurements(gpu, num_points, count):
+    """Few pairs are all computed, whatever they cost."""
+    points = torch.empty(num_points, 3, device="cuda")
+    refusals = {"fourier": ["not here"], "tiles": ["not here"]}
+    with Synchronizations():
+        found = choose(PreparedPoints(points, points, ALONE), 0.1, 1e-3, Workload(), refusals)
+    assert ("measured on this GPU" in found.notes["exact"]) == (count > 0)
+    assert len(gpu) == count

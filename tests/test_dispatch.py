@@ -120,6 +120,16 @@ def test_reasons_of_the_gpu_backends(gpu):
     ]
 
 
+@pytest.mark.parametrize(("name", "is_taken"), [("gfx942:sramecc+:xnack-", True), ("gfx1030", False)])
+def test_gpus_of_amd(gpu, monkeypatch, name, is_taken):
+    """Those for which the kernels were compiled."""
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(gcnArchName=name))
+    gpu(capability=(9, 4))
+    expected = [] if is_taken else ["of AMD it takes gfx90a, gfx942, gfx950, this GPU is gfx1030"]
+    assert reasons("triton", inputs(device="cuda")) == expected
+
+
 def test_a_tighter_tolerance_moves_auto_from_lifts_to_differences():
     assert reasons("sdpa", inputs(tol=1e-7)) != []
     assert reasons("sdpa", inputs(tol=1e-3)) == []
@@ -156,19 +166,46 @@ def test_unknown_names():
         ("3.10.0", None),
     ],
 )
-def test_versions_of_triton(monkeypatch, tmp_path, version, reason):
+def test_versions_of_triton(fake_triton, version, reason):
     """Before 3.5 the kernels do not compile."""
-    (tmp_path / "triton").mkdir()
-    (tmp_path / "triton" / "__init__.py").write_text(f'__version__ = "{version}"\n')
-    (tmp_path / "triton" / "language.py").touch()
+    fake_triton(version)
+    assert triton_device.why_not_installed.__wrapped__() == reason
+
+
+def test_triton_that_cannot_launch(fake_triton, monkeypatch):
+    """It compiles its launcher on the machine itself."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    fake_triton("3.7.1", "raise RuntimeError('Failed to find C compiler.\\nPlease specify via CC')")
+    assert triton_device.why_not_installed.__wrapped__() == (
+        "triton cannot launch kernels here, for which it needs a C compiler and Python.h "
+        "(RuntimeError: Failed to find C compiler.)"
+    )
+    fake_triton("3.7.1", "return 'cuda'")
+    assert triton_device.why_not_installed.__wrapped__() is None
+
+
+@pytest.fixture
+def fake_triton(monkeypatch, tmp_path):
+    """Return a function that puts a package `triton` in the place of any other, with a version and a driver."""
+    modules = "triton", "triton.language", "triton.runtime"
+    folder = tmp_path / "triton"
+    folder.mkdir()
     monkeypatch.syspath_prepend(tmp_path)
-    for module in ("triton", "triton.language"):
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for module in modules:
         monkeypatch.delitem(sys.modules, module, raising=False)
-    try:
-        assert triton_device.why_not_installed.__wrapped__() == reason
-    finally:
-        for module in ("triton", "triton.language"):
+
+    def make(version, target="raise AssertionError"):
+        for module in modules:
             sys.modules.pop(module, None)
+        driver = f"class driver:\n    class active:\n        def get_current_target():\n            {target}\n"
+        for name, text in (("__init__", f'__version__ = "{version}"\n'), ("language", ""), ("runtime", driver)):
+            (folder / f"{name}.py").write_text(text)
+
+    yield make
+    for module in modules:
+        sys.modules.pop(module, None)
 
 
 def nothing_installed(monkeypatch):

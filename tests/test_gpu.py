@@ -13,6 +13,7 @@ from qattn.attention.inputs import Inputs
 from qattn.attention.triton import is_lift_exact
 from qattn.doctor import standard_problem
 from qattn.lift import SPLIT_UNIT
+from qattn.tiles.device import LIFTED_WEIGHT
 
 pytestmark = pytest.mark.gpu
 CUDA = [name for name in BACKENDS if name != "native"]
@@ -73,15 +74,20 @@ def test_lse_of_small_bandwidths(backend, sigma):
     torch.testing.assert_close(lse.double(), dense(points, points)[1], rtol=0, atol=bound)
 
 
-def test_lse_of_many_pairs_by_tensor_cores():
+@pytest.mark.parametrize("channels", [None, 8])
+def test_many_pairs_by_tensor_cores(channels):
     """Lifted where the estimate is within `tol`, and within the estimate; from differences where it is not."""
     points = (ball(25_000) / 0.05).float().cuda()
-    inputs = Inputs(points[None], points[None])
-    expected = dense(points[:256], points)[1]
-    for tol, bound in ((1e-3, inputs.extent.rounding(SPLIT_UNIT)), (1e-6, 1e-5)):
+    value = None if channels is None else torch.randn(25_000, channels, device="cuda")
+    inputs = Inputs(points[None], points[None], None if value is None else value[None])
+    expected_out, expected_lse = dense(points[:256], points, value)
+    estimate = inputs.extent.rounding(SPLIT_UNIT) + (0 if value is None else LIFTED_WEIGHT)
+    for tol, bound in ((1e-3, estimate), (1e-6, 1e-5)):
         assert is_lift_exact(replace(inputs, tol=tol), len(points) ** 2) == (tol == 1e-3)
-        _, lse = attend_or_skip("triton", query=points, key=points, tol=tol)
-        torch.testing.assert_close(lse[:256].double(), expected, rtol=0, atol=bound)
+        out, lse = attend(points, points, value, backend="triton", tol=tol)
+        torch.testing.assert_close(lse[:256].double(), expected_lse, rtol=0, atol=bound)
+        if value is not None:
+            torch.testing.assert_close(out[:256].double(), expected_out, rtol=0, atol=3 * bound)
 
 
 @pytest.mark.parametrize("backend", CUDA)

@@ -14,6 +14,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from qattn._types import dtype_name
 from qattn.attended import Attended
 from qattn.attention import dot_product
 from qattn.attention.dot_product import DotProductBackend
@@ -94,7 +95,7 @@ class FlashAttn(DotProductBackend):
         if inputs.query.dtype == torch.float64:
             reasons.append("points are float64 (takes float32, float16, bfloat16)")
         if inputs.value is not None and not dot_product.wants_sixteen_bits(inputs):
-            dtype = str(inputs.value.dtype).removeprefix("torch.")
+            dtype = dtype_name(inputs.value.dtype)
             reasons.append(
                 f"values are {dtype}, and it rounds their weights to 16 bits (takes float16, bfloat16 or no values)"
             )

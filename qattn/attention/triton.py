@@ -1,7 +1,7 @@
 """The `triton` backend: kernels of our own for GPUs, compiled by Triton, on direct differences of points.
 
-To GPUs this is what `native` is to CPUs: there is no lift, and so no cancellation. The exception is lse alone of many
-pairs: tensor cores compute it from lifted points, if the rounding of the lift is within the tolerance. The kernels are
+To GPUs this is what `native` is to CPUs: there is no lift, and so no cancellation. Many pairs are the exception: tensor
+cores compute their exponents from lifted points, if the rounding of the lift is within the tolerance. The kernels are
 compiled on their first use for each dimension and number of channels.
 """
 
@@ -14,21 +14,22 @@ from qattn.attention.engine import Backend, Fused
 from qattn.attention.inputs import Inputs
 from qattn.lift import SPLIT_UNIT, part_dtype
 from qattn.tiles import device
-from qattn.tiles.device import DIMENSIONS, DeviceTiling
+from qattn.tiles.device import DIMENSIONS, LIFTED_WEIGHT, DeviceTiling
 
-__all__ = ["Triton", "is_lift_exact"]
+__all__ = ["AMD", "Triton", "is_lift_exact"]
 
+AMD = ("gfx90a", "gfx942", "gfx950")  # for which `make conformance` compiles the kernels
 _MAX_POINTS = 2**26  # rows of up to 32 channels that 32-bit offsets reach
 _MANY_PAIRS = 2**29  # from which tensor cores save more than lifting the points costs, by benchmarks/gpu_model.py
 _LIFTED_DIMENSIONS = 7  # whose lifted points have up to 32 columns
 
 
 class Triton(Backend, Fused):
-    """Tiles of queries against tiles of keys, on NVIDIA GPUs with tensor cores that take float32 numbers."""
+    """Tiles of queries against tiles of keys, on GPUs of NVIDIA and AMD whose tensor cores take float32 numbers."""
 
     name: ClassVar[str] = "triton"
     tolerance: ClassVar[dict[torch.dtype, float]] = {
-        torch.float32: 1e-5,  # rounding of ½‖q − k‖² ≤ 200; lse of many pairs may have the rounding of a lift
+        torch.float32: 1e-5,  # rounding of ½‖q − k‖² ≤ 200; many pairs may have the rounding of a lift
         torch.float16: 1e-3,  # the same, and out rounded to its dtype
         torch.bfloat16: 1e-2,
     }
@@ -39,7 +40,9 @@ class Triton(Backend, Fused):
             reasons.append(reason)
         if inputs.device.type == "cuda":
             if torch.version.hip is not None:
-                reasons.append("the GPU is not one of NVIDIA's")
+                name = torch.cuda.get_device_properties(inputs.device).gcnArchName.split(":")[0]
+                if name not in AMD:
+                    reasons.append(f"of AMD it takes {', '.join(AMD)}, this GPU is {name}")
             elif (capability := torch.cuda.get_device_capability(inputs.device)) < (8, 0):
                 reasons.append("it needs compute capability 8.0, this GPU has {}.{}".format(*capability))
         elif not (inputs.device.type == "cpu" and device.is_interpreted()):
@@ -68,10 +71,13 @@ class Triton(Backend, Fused):
 
 
 def is_lift_exact(inputs: Inputs, num_pairs: int) -> bool:
-    """Return whether tensor cores may compute lse alone: lifting pays for so many pairs, and is exact to `tol`."""
-    if inputs.value is not None or num_pairs < _MANY_PAIRS or inputs.query.shape[-1] > _LIFTED_DIMENSIONS:
+    """Return whether tensor cores may compute the exponents: lifting pays for so many pairs, and is exact to `tol`."""
+    if num_pairs < _MANY_PAIRS or inputs.query.shape[-1] > _LIFTED_DIMENSIONS:
         return False
-    return part_dtype(inputs.extent) == torch.float16 and inputs.extent.rounding(SPLIT_UNIT) <= inputs.tol
+    extent = inputs.extent
+    relative = extent._replace(bias=2 * extent.bias)  # to the largest bias
+    error = extent.rounding(SPLIT_UNIT) + (0.0 if inputs.value is None else LIFTED_WEIGHT)
+    return part_dtype(relative) == torch.float16 and error <= inputs.tol
 
 
 def _tilings(inputs: Inputs) -> tuple[DeviceTiling, DeviceTiling]:

@@ -17,17 +17,28 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from qattn.attended import Attended, Derivatives, PairSums, PairTerms
-from qattn.lift import Lifted, split_lift
+from qattn.lift import Lifted, split, split_lift
 from qattn.tiles.gaussian import excess
 from qattn.tiles.sizes import TILE
 from qattn.tiles.tiling import FACTOR, log2_sum
 
-__all__ = ["DIMENSIONS", "Cutoff", "DeviceTiling", "attend", "differentiate", "is_interpreted", "why_not_installed"]
+__all__ = [
+    "DIMENSIONS",
+    "LIFTED_WEIGHT",
+    "Cutoff",
+    "DeviceTiling",
+    "attend",
+    "differentiate",
+    "is_interpreted",
+    "why_not_installed",
+]
 
 DIMENSIONS = 16  # largest dimension: coordinates of a block are held in registers
 _TRITON = (3, 5)  # earlier ones do not multiply by blocks of eight channels, and 3.2 has no tuples
 _SMALLEST = 2.0**-126  # smaller weights are 0
 _SUMMED = 16  # channels of a product R_i · S_j that are summed at a time
+LIFTED_WEIGHT = 2.0**-17  # rounding of weights by lifted points, where they multiply values
+_PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}  # parts of bfloat16 that hold values
 _MARGIN = 1.5  # memory for lists, relative to the longest list of the first pass
 
 
@@ -43,6 +54,18 @@ def why_not_installed() -> str | None:
         return f"triton is installed, but does not import ({type(error).__name__}: {error})"
     if tuple(int(number) for number in version.split(".")[:2]) < _TRITON:
         return "needs triton {}.{}, which torch 2.9 brings along, and this is {}".format(*_TRITON, version)
+    if torch.cuda.is_available() and not is_interpreted():
+        return _why_no_driver()
+    return None
+
+
+def _why_no_driver() -> str | None:
+    """Return why Triton cannot launch kernels on this machine's GPU, or None. Its launcher is compiled here, once."""
+    try:
+        importlib.import_module("triton.runtime").driver.active.get_current_target()
+    except Exception as error:  # no compiler, no headers of Python, no driver: whatever is missing
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+        return f"triton cannot launch kernels here, for which it needs a C compiler and Python.h ({reason})"
     return None
 
 
@@ -163,11 +186,15 @@ def attend(
         value: Values (B, M, C) in the order of the clouds, or None for lse alone.
         bias: Biases (B, M), 0 if None.
         cutoff: Which keys may be left out; None to compute all pairs.
-        is_lifted: Whether tensor cores compute the exponents of lse alone, as dot products of points that are lifted in
-            16-bit parts: with the rounding of a lift (`Extent.rounding`), about twice as fast.
+        is_lifted: Whether tensor cores compute the exponents, as dot products of points that are lifted in 16-bit
+            parts: about twice as fast, with the rounding of a lift (`Extent.rounding`) and, beside values, that of
+            weights (`LIFTED_WEIGHT`).
     """
     from qattn.tiles.gpu import operators  # here, because Triton is optional
 
+    if value is not None and value.shape[-1] == 0:  # a launch for no channels would compute nothing
+        lse = attend(query, key, sigma, None, bias, cutoff, is_lifted).lse
+        return Attended(value.new_empty(query.clouds, query.size, 0), lse)
     bias = _biases(key, bias)
     scale = _scale(query, sigma)
     beta, top = _weights(key, bias, scale)
@@ -177,16 +204,20 @@ def attend(
     lse = beta.new_empty(query.clouds, query.padded)
     tiny = key.size * _SMALLEST / torch.finfo(torch.float32).eps  # sums above it are not affected by weights that are 0
     points = query.columns, key.columns, beta, scale, top
-    if value is None and is_lifted:
-        lifted = _lifted(query, key, scale, beta)
-        operators.sum_lifted_blocks(*lifted, *points, near.counts, near.tiles, lse, tiny)
-        return Attended(None, query.from_rows(lse))
+    lifted = _lifted(query, key, scale, beta) if is_lifted else None
     if value is None:
-        operators.sum_blocks(*points, near.counts, near.tiles, lse, tiny)
+        if lifted is None:
+            operators.sum_blocks(*points, near.counts, near.tiles, lse, tiny)
+        else:
+            operators.sum_lifted_blocks(*lifted, *points, near.counts, near.tiles, lse, tiny)
         return Attended(None, query.from_rows(lse))
     values = _chunked(key, value)
     out = values.new_empty(len(values), query.clouds, query.padded, values.shape[-1])
-    operators.attend_blocks(*points, values, near.counts, near.tiles, lse, out, tiny, _is_narrow(value))
+    if lifted is None:
+        operators.attend_blocks(*points, values, near.counts, near.tiles, lse, out, tiny, _is_narrow(value))
+    else:
+        parts = torch.stack(split(values, _PARTS[value.dtype], torch.bfloat16), dim=2)
+        operators.attend_lifted_blocks(*lifted, *points, parts, near.counts, near.tiles, lse, out, tiny)
     return Attended(query.from_chunks(out, value.shape[-1]).to(value.dtype), query.from_rows(lse))
 
 

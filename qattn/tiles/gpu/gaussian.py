@@ -12,6 +12,10 @@ near the smallest float are computed again relative to their own largest exponen
 
 Tensor cores multiply weights and values. They take 11 bits of a factor, so both are split into a large part and a rest,
 and all products but that of the rests are added: 22 bits. They also truncate sums, so that every block starts from 0.
+The matrix cores of AMD take float32.
+
+Where the rounding of lifted points is small enough, tensor cores compute the exponents too. Weights then have 16 bits,
+as two parts of bfloat16, which has the range of float32: neither small weights nor small values underflow.
 """
 
 # mypy: disable-error-code="no-untyped-def,assignment"
@@ -23,11 +27,20 @@ import triton.language as tl
 
 from qattn.tiles import sizes
 
-__all__ = ["attend_blocks", "differentiate_blocks", "sum_blocks", "sum_lifted_blocks", "sum_values"]
+__all__ = [
+    "attend_blocks",
+    "attend_lifted_blocks",
+    "differentiate_blocks",
+    "sum_blocks",
+    "sum_lifted_blocks",
+    "sum_values",
+]
 
 TILE = tl.constexpr(sizes.TILE)
 LOG_2 = tl.constexpr(math.log(2))
-AGAIN = tl.constexpr(32)  # keys of a block of rows that are computed again
+# Keys of a block of rows that are computed again. Beside values few: their registers are those of the whole kernel.
+AGAIN = tl.constexpr(32)
+VALUES_AGAIN = tl.constexpr(16)
 
 
 @triton.jit
@@ -105,20 +118,25 @@ def _split(x):
 
 
 @triton.jit
-def _product(a, b, IS_NARROW: tl.constexpr):
-    """Multiply two matrices to 22 bits of their entries; b has 11 bits if it is narrow."""
-    a, a_rest = _split(a)
-    if IS_NARROW:
-        return tl.dot(a, b, tl.dot(a_rest, b, input_precision="tf32"), input_precision="tf32")
-    b, b_rest = _split(b)
-    product = tl.dot(a_rest, b, tl.dot(a, b_rest, input_precision="tf32"), input_precision="tf32")
-    return tl.dot(a, b, product, input_precision="tf32")
+def _product(a, b, PRODUCTS: tl.constexpr):
+    """Multiply two matrices by one product in float32, or to 22 bits by three of tensor cores, two if b has 11 bits."""
+    if PRODUCTS == 1:
+        product = tl.dot(a, b, input_precision="ieee")
+    else:  # Triton compiles what follows a return, and not all of AMD's GPUs have TF32
+        a, a_rest = _split(a)
+        if PRODUCTS == 2:
+            product = tl.dot(a_rest, b, input_precision="tf32")
+        else:
+            b, b_rest = _split(b)
+            product = tl.dot(a_rest, b, tl.dot(a, b_rest, input_precision="tf32"), input_precision="tf32")
+        product = tl.dot(a, b, product, input_precision="tf32")
+    return product
 
 
 @triton.jit
 def _sum_values(
     query, shift, scale, keys, beta, key_size, values, one, lists, tile, num_keys,
-    DIMS: tl.constexpr, CHANNELS: tl.constexpr, IS_NARROW: tl.constexpr, WIDTH: tl.constexpr,
+    DIMS: tl.constexpr, CHANNELS: tl.constexpr, PRODUCTS: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Sum the weights of each row, and the weighted values."""
@@ -130,7 +148,7 @@ def _sum_values(
         weights = tl.exp2(scale * _exponent(query, shift, keys, beta, key_size, j, DIMS))
         total += weights
         value = tl.load(values + j[:, None] * CHANNELS + c[None, :]).to(tl.float32)
-        sums += one * _product(weights, value, IS_NARROW)  # times 1: else sums would be accumulated by tensor cores
+        sums += one * _product(weights, value, PRODUCTS)  # times 1: else sums would be accumulated by tensor cores
     return tl.sum(total, 1), sums
 
 
@@ -162,6 +180,20 @@ def sum_blocks(
 
 
 @triton.jit
+def _exp2(x):
+    """Compute 2^x to 2e-7 for x ≤ 127 by a polynomial on [−½, ½], with a fraction of the smallest float below −126."""
+    x = tl.maximum(x, -126.0)
+    shifted = x + 12582912.0  # 1.5 · 2²³: the last bits are the nearest integer
+    f = x - (shifted - 12582912.0)
+    p = f * 0.0013333558 + 0.0096181291
+    p = p * f + 0.0555041087
+    p = p * f + 0.2402265070
+    p = p * f + 0.6931471806
+    p = p * f + 1.0
+    return (p.to(tl.int32, bitcast=True) + (shifted.to(tl.int32, bitcast=True) << 23)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def sum_lifted_blocks(
     lifted_query, lifted_keys, constants, query, keys, beta, scales, tops, counts, lists, lse, tiny,
     query_size, key_size,
@@ -170,7 +202,8 @@ def sum_lifted_blocks(
     """Compute lse as `sum_blocks`, with exponents q̃_i · k̃_j + r_i by tensor cores.
 
     lifted_query (B, N, E) and lifted_keys (B, M, E) are in 16-bit parts, constants r (B, N). Sums of products start
-    from the constants, which therefore cost nothing. Rows that underflow are computed again from differences.
+    from the constants, which therefore cost nothing. Of each tile one block is left to the units that multiply and add:
+    those that compute exp2 are the busiest. Rows that underflow are computed again from differences.
     """
     cloud, i, tile = _place(query_size, ROWS)
     e, num_keys = tl.arange(0, LIFTED), _num_keys(counts, tile, key_size, WIDTH)
@@ -178,9 +211,12 @@ def sum_lifted_blocks(
     lifted_keys += cloud * key_size * LIFTED
     blocks = tl.zeros((ROWS, COLUMNS), tl.float32)
     first = blocks + tl.load(constants + cloud * query_size + i)[:, None]
-    for start in range(0, num_keys, COLUMNS):
+    for start in range(0, num_keys, TILE):
         j = _block(lists, tile, start, num_keys, WIDTH, COLUMNS)
-        blocks += tl.exp2(tl.dot(q, tl.load(lifted_keys + j[None, :] * LIFTED + e[:, None]), first))
+        for n in tl.static_range(TILE // COLUMNS):
+            k = tl.load(lifted_keys + (n * COLUMNS + j)[None, :] * LIFTED + e[:, None])
+            s = tl.dot(q, k, first)
+            blocks += _exp2(s) if n == 0 else tl.exp2(s)
     total = tl.sum(blocks, 1)
     shift, scale = tl.zeros((ROWS,), tl.float32), tl.load(scales + cloud)
     if tl.min(total, 0) < tiny:
@@ -194,7 +230,7 @@ def sum_lifted_blocks(
 @triton.jit
 def attend_blocks(
     query, keys, beta, scales, tops, values, one, counts, lists, lse, out, tiny, clouds, query_size, key_size,
-    DIMS: tl.constexpr, CHANNELS: tl.constexpr, IS_NARROW: tl.constexpr, WIDTH: tl.constexpr,
+    DIMS: tl.constexpr, CHANNELS: tl.constexpr, PRODUCTS: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Compute lse as `sum_blocks`, and out (chunks, B, N, C) for values (chunks, B, M, C)."""
@@ -206,14 +242,14 @@ def attend_blocks(
     num_keys = _num_keys(counts, tile, key_size, WIDTH)
     total, sums = _sum_values(
         q, None, scale, keys, beta, key_size, values, one, lists, tile, num_keys,
-        DIMS, CHANNELS, IS_NARROW, WIDTH, ROWS, COLUMNS,
+        DIMS, CHANNELS, PRODUCTS, WIDTH, ROWS, COLUMNS,
     )  # fmt: skip
     shift = tl.zeros((ROWS,), tl.float32)
     if tl.min(total, 0) < tiny:
         shift = _largest(q, keys, beta, key_size, lists, tile, num_keys, DIMS, WIDTH, ROWS, COLUMNS)
         total, sums = _sum_values(
             q, shift, scale, keys, beta, key_size, values, one, lists, tile, num_keys,
-            DIMS, CHANNELS, IS_NARROW, WIDTH, ROWS, COLUMNS,
+            DIMS, CHANNELS, PRODUCTS, WIDTH, ROWS, COLUMNS,
         )  # fmt: skip
     if tl.program_id(1) == 0:
         tl.store(lse + cloud * query_size + i, (tl.log2(total) + scale * shift) * LOG_2 + tl.load(tops + cloud))
@@ -222,9 +258,70 @@ def attend_blocks(
 
 
 @triton.jit
+def _add_values(
+    blocks, sums, weights, parts, size, one, j, CHANNELS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr
+):
+    """Add weights, rounded to 16 bits, and the values that they weigh, both as sums of parts of bfloat16."""
+    bits = (weights.to(tl.int32, bitcast=True) + 0x80) & -0x100
+    weights, large = bits.to(tl.float32, bitcast=True), (bits & -0x10000).to(tl.float32, bitcast=True)
+    large, rest = large.to(tl.bfloat16), (weights - large).to(tl.bfloat16)
+    place = parts + j[:, None] * CHANNELS + tl.arange(0, CHANNELS)[None, :]
+    product = tl.zeros((ROWS, CHANNELS), tl.float32)
+    for n in tl.static_range(PARTS - 1, -1, -1):  # small products first
+        value = tl.load(place + n * size)
+        if n < 2:
+            product = tl.dot(rest, value, product)
+        product = tl.dot(large, value, product)
+    return blocks + weights, sums + one * product  # times 1: else sums would be accumulated by tensor cores
+
+
+@triton.jit
+def attend_lifted_blocks(
+    lifted_query, lifted_keys, constants, query, keys, beta, scales, tops, parts, one, counts, lists, lse, out,
+    tiny, clouds, query_size, key_size,
+    DIMS: tl.constexpr, LIFTED: tl.constexpr, CHANNELS: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Compute lse and out as `attend_blocks`, with exponents as `sum_lifted_blocks` and weights of 16 bits.
+
+    Values are the sums of their parts (chunks, B, parts, M, C) in bfloat16. Sums of weights are those of the rounded
+    ones, so that averages of constants are constants.
+    """
+    cloud, i, tile = _place(query_size, ROWS)
+    chunk, size = tl.program_id(1).to(tl.int64) * clouds + cloud, key_size.to(tl.int64) * CHANNELS
+    parts, out = parts + chunk * PARTS * size, out + chunk * query_size * CHANNELS
+    e, num_keys = tl.arange(0, LIFTED), _num_keys(counts, tile, key_size, WIDTH)
+    lifted = tl.load(lifted_query + (cloud * query_size + i)[:, None] * LIFTED + e[None, :])
+    lifted_keys += cloud * key_size * LIFTED
+    blocks = tl.zeros((ROWS, COLUMNS), tl.float32)
+    sums = tl.zeros((ROWS, CHANNELS), tl.float32)
+    first = blocks + tl.load(constants + cloud * query_size + i)[:, None]
+    for start in range(0, num_keys, COLUMNS):
+        j = _block(lists, tile, start, num_keys, WIDTH, COLUMNS)
+        weights = tl.exp2(tl.dot(lifted, tl.load(lifted_keys + j[None, :] * LIFTED + e[:, None]), first))
+        blocks, sums = _add_values(blocks, sums, weights, parts, size, one, j, CHANNELS, PARTS, ROWS)
+    total = tl.sum(blocks, 1)
+    shift, scale = tl.zeros((ROWS,), tl.float32), tl.load(scales + cloud)
+    if tl.min(total, 0) < tiny:
+        keys, beta = keys + cloud * DIMS * key_size, beta + cloud * key_size
+        x = _coordinates(query + cloud * DIMS * query_size, query_size, i, DIMS)
+        shift = _largest(x, keys, beta, key_size, lists, tile, num_keys, DIMS, WIDTH, ROWS, VALUES_AGAIN)
+        again = tl.zeros((ROWS, VALUES_AGAIN), tl.float32)
+        sums = tl.zeros((ROWS, CHANNELS), tl.float32)
+        for start in range(0, num_keys, VALUES_AGAIN):
+            j = _block(lists, tile, start, num_keys, WIDTH, VALUES_AGAIN)
+            weights = tl.exp2(scale * _exponent(x, shift, keys, beta, key_size, j, DIMS))
+            again, sums = _add_values(again, sums, weights, parts, size, one, j, CHANNELS, PARTS, ROWS)
+        total = tl.sum(again, 1)
+    if tl.program_id(1) == 0:
+        tl.store(lse + cloud * query_size + i, (tl.log2(total) + scale * shift) * LOG_2 + tl.load(tops + cloud))
+    tl.store(out + i[:, None] * CHANNELS + tl.arange(0, CHANNELS)[None, :], sums / tl.maximum(total, tiny)[:, None])
+
+
+@triton.jit
 def sum_values(
     query, shifts, keys, beta, scales, values, one, counts, lists, out, clouds, query_size, key_size,
-    DIMS: tl.constexpr, CHANNELS: tl.constexpr, IS_NARROW: tl.constexpr, WIDTH: tl.constexpr,
+    DIMS: tl.constexpr, CHANNELS: tl.constexpr, PRODUCTS: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Compute Σ_j 2^(c (β_j − ‖q_i − k_j‖² − shift_i)) v_j, (chunks, B, N, C), for shifts (B, N)."""
@@ -236,7 +333,7 @@ def sum_values(
     num_keys = _num_keys(counts, tile, key_size, WIDTH)
     _, sums = _sum_values(
         q, tl.load(shifts + cloud * query_size + i), scale, keys, beta, key_size, values, one, lists, tile, num_keys,
-        DIMS, CHANNELS, IS_NARROW, WIDTH, ROWS, COLUMNS,
+        DIMS, CHANNELS, PRODUCTS, WIDTH, ROWS, COLUMNS,
     )  # fmt: skip
     tl.store(out + i[:, None] * CHANNELS + tl.arange(0, CHANNELS)[None, :], sums)
 
@@ -245,7 +342,7 @@ def sum_values(
 def differentiate_blocks(
     query, shifts, keys, beta, scales, rows, columns, counts, lists, sums, clouds, query_size, key_size,
     DIMS: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, CHUNKS: tl.constexpr, CHANNELS: tl.constexpr,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    PRODUCTS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Compute Σ_j s̄_ij (1, ‖k_j − q_i‖², k_j − q_i), s̄_ij = 2^(c (β_j − ‖q_i − k_j‖² − shift_i)) R_i · S_j.
 
@@ -270,7 +367,7 @@ def differentiate_blocks(
             chunk = n * clouds + cloud
             r = tl.load(rows + (chunk * query_size + i)[:, None] * CHANNELS + c[None, :])
             s = tl.load(columns + (chunk * key_size + j)[None, :] * CHANNELS + c[:, None])
-            cotangent += _product(r, s, False)
+            cotangent += _product(r, s, PRODUCTS)
         square = tl.zeros((ROWS, COLUMNS), tl.float32)
         for d in tl.static_range(DIMS):
             x = tl.load(keys + d * key_size + j)[None, :] - q[d][:, None]

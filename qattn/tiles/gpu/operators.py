@@ -6,12 +6,14 @@ follow from shapes: those of blocks are chosen so that no register spills in up 
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 from triton import JITFunction
 
 from qattn.tiles.gpu.cutoff import list_near_tiles as _list_near_tiles
 from qattn.tiles.gpu.gaussian import attend_blocks as _attend_blocks
+from qattn.tiles.gpu.gaussian import attend_lifted_blocks as _attend_lifted_blocks
 from qattn.tiles.gpu.gaussian import differentiate_blocks as _differentiate_blocks
 from qattn.tiles.gpu.gaussian import sum_blocks as _sum_blocks
 from qattn.tiles.gpu.gaussian import sum_lifted_blocks as _sum_lifted_blocks
@@ -20,6 +22,7 @@ from qattn.tiles.sizes import TILE
 
 __all__ = [
     "attend_blocks",
+    "attend_lifted_blocks",
     "differentiate_blocks",
     "list_near_tiles",
     "sum_blocks",
@@ -28,7 +31,7 @@ __all__ = [
 ]
 
 _COLUMNS = 32  # keys of a block: more would save instructions, but take registers that other warps need
-_LIFTED_COLUMNS = 64  # where tensor cores compute the exponents, of which a thread then holds fewer operands
+_LIFTED_COLUMNS = 16  # where tensor cores compute the exponents of lse alone: a quarter of a tile
 _COMPARED = 128  # tiles that are compared at a time
 
 
@@ -52,6 +55,11 @@ def _blocks(query: Tensor) -> int:
 def _warps(query: Tensor) -> int:
     """Return the number of warps of a program with which no register spills."""
     return 4 if query.shape[1] <= 8 else 8
+
+
+def _products(is_narrow: bool) -> int:
+    """Return how many products of tensor cores make one in float32; AMD's take float32."""
+    return 1 if torch.version.hip else 2 if is_narrow else 3
 
 
 # Returned, so that torch finds the kernels of an operator, by which it knows compiled code that is out of date.
@@ -91,8 +99,23 @@ def attend_blocks(
     chunks, clouds, _, channels = values.shape
     return _launch(
         _attend_blocks, (_blocks(query), chunks), _warps(query), query, keys, beta, scales, tops, values, 1.0, counts,
-        lists, lse, out, tiny, clouds, query.shape[2], keys.shape[2], CHANNELS=channels, IS_NARROW=is_narrow,
+        lists, lse, out, tiny, clouds, query.shape[2], keys.shape[2], CHANNELS=channels, PRODUCTS=_products(is_narrow),
         **_constants(query, lists),
+    )  # fmt: skip
+
+
+@triton_op("qattn::attend_lifted_blocks", mutates_args={"lse", "out"})
+def attend_lifted_blocks(
+    lifted_query: Tensor, lifted_keys: Tensor, constants: Tensor, query: Tensor, keys: Tensor, beta: Tensor,
+    scales: Tensor, tops: Tensor, parts: Tensor, counts: Tensor | None, lists: Tensor | None, lse: Tensor,
+    out: Tensor, tiny: float,
+) -> None:  # fmt: skip
+    """Compute lse (B, N) and out (chunks, B, N, C) from lifted points, and values in parts (chunks, B, parts, M, C)."""
+    chunks, clouds, num_parts, _, channels = parts.shape
+    return _launch(
+        _attend_lifted_blocks, (_blocks(query), chunks), 4, lifted_query, lifted_keys, constants, query, keys, beta,
+        scales, tops, parts, 1.0, counts, lists, lse, out, tiny, clouds, query.shape[2], keys.shape[2],
+        LIFTED=lifted_keys.shape[-1], CHANNELS=channels, PARTS=num_parts, **_constants(query, lists),
     )  # fmt: skip
 
 
@@ -105,7 +128,7 @@ def sum_values(
     chunks, clouds, _, channels = values.shape
     return _launch(
         _sum_values, (_blocks(query), chunks), _warps(query), query, shifts, keys, beta, scales, values, 1.0, counts,
-        lists, out, clouds, query.shape[2], keys.shape[2], CHANNELS=channels, IS_NARROW=False,
+        lists, out, clouds, query.shape[2], keys.shape[2], CHANNELS=channels, PRODUCTS=_products(False),
         **_constants(query, lists),
     )  # fmt: skip
 
@@ -120,7 +143,7 @@ def differentiate_blocks(
     return _launch(
         _differentiate_blocks, (_blocks(query),), 4, query, shifts, keys, beta, scales, rows, columns, counts, lists,
         sums, clouds, query.shape[2], keys.shape[2], FIRST=first, LAST=last, CHUNKS=chunks, CHANNELS=channels,
-        **_constants(query, lists),
+        PRODUCTS=_products(False), **_constants(query, lists),
     )  # fmt: skip
 
 
