@@ -99,7 +99,4 @@ def num_neighbors(q: Diffusion) -> Any:
 
 
 def _one_cloud(points: ArrayLike) -> np.ndarray:
-    x = _checks.points("points", points)
-    if x.ndim != 2:
-        raise ValueError(f"`points` should have shape (N, d), one cloud; got {_checks.shape_of(x)}.")
-    return x.detach().cpu().double().numpy()
+    return _checks.one_cloud("points", points).detach().cpu().double().numpy()

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from qattn import _checks
+from qattn._broadcasting import broadcast_shapes
 from qattn._eager import eager
 from qattn._meshes import check_simplices
 from qattn._types import ArrayLike, MassLike, like_input
 from qattn.kernels import Kernel, VoxelKernel
-from qattn.kernels.gaussian.kernel import as_kernel
+from qattn.kernels.of_points import as_kernel
 
 __all__ = ["density", "mass_of", "vertex_areas", "vertex_volumes", "voxel_density"]
 
@@ -94,7 +95,7 @@ def density(
         sigma: Bandwidth of the Gaussian kernel of points, a number or shape (H,) for H heads. Take a few spacings of
             the points: with less a point has no neighbors, with much more the shape counts instead of its sampling.
         num_iter: Number of iterations, each of one kernel pass.
-        **kernel: Further arguments of `GaussianKernel`.
+        **kernel: Further arguments of `GaussianKernel`, or `normals` and further arguments of `OrientedKernel`.
 
     Returns:
         Masses of shape (*batch, N), or (*batch, H, N) with heads: an array if the points are one, else a tensor.
@@ -119,7 +120,37 @@ def mass_of(mass: MassLike | None, kernel: Kernel) -> Tensor:
     if isinstance(mass, str):
         _checks.one_of("mass", mass, ("density",))
         return density(kernel)
-    return _checks.mass(kernel.mass if mass is None else mass, kernel)
+    return _checked_mass(kernel.mass if mass is None else mass, kernel)
+
+
+def _checked_mass(numbers: ArrayLike | None, kernel: Kernel) -> Tensor:
+    """Convert masses ≥ 0 to a tensor that broadcasts to (*batch, N), for a kernel (*batch, N, N); 1/N if None."""
+    shape, N = kernel.shape, kernel.shape[-1]
+    if numbers is None:
+        return torch.full((N,), 1 / N, dtype=kernel.dtype, device=kernel.device)
+    tensor = _checks.floating("mass", kernel.ranks.local_part("mass", numbers, -1)).to(kernel.device, kernel.dtype)
+    if tensor.ndim == 0 or tensor.shape[-1] != N:
+        raise ValueError(
+            f"`mass` should have shape {(*shape[:-2], N)}, one mass per point, or one that broadcasts to it; "
+            f"got {_checks.shape_of(tensor)}. Leave it out for equal masses."
+        )
+    try:
+        fits = broadcast_shapes(tensor.shape[:-1], shape[:-2]) == shape[:-2]
+    except RuntimeError:
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"`mass` should broadcast to the shape {(*shape[:-2], N)} of the points; got {_checks.shape_of(tensor)}. "
+            "With heads, masses of a batch need a head axis: `mass[..., None, :]`."
+        )
+    _checks.finite("mass", tensor, "Use 0 for points without mass.")
+    if (tensor < 0).any():
+        raise ValueError(
+            f"`mass` should not be negative; {int((tensor < 0).sum())} of its {tensor.numel()} numbers are."
+        )
+    if (kernel.ranks.total(tensor.detach()) == 0).any():
+        raise ValueError("`mass` should have a positive sum in each cloud; it is all 0 in at least one.")
+    return tensor
 
 
 def voxel_density(mask: ArrayLike) -> Any:

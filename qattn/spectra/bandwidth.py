@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from qattn import _checks
-from qattn.kernels import GaussianKernel
+from qattn.kernels import GaussianKernel, OrientedKernel
 from qattn.operators.diffusion import Diffusion
 
 __all__ = ["effective_sigma"]
@@ -33,7 +33,8 @@ def effective_sigma(q: Diffusion, dims: int | None = None) -> float:
     r"""Measure s with Q ≈ exp(−s²L/2), by the energy of the coordinates of the points, in twelve passes.
 
     Args:
-        q: Operator of one cloud with a Gaussian kernel and one bandwidth, normalized by "sinkhorn" or "row".
+        q: Operator of one cloud with a Gaussian kernel, with or without normals, and one bandwidth, normalized by
+            "sinkhorn" or "row".
         dims: Dimension d of the shape: 1 for curves, 2 for surfaces, 3 for volumes. By default the mean number of
             directions in which rows are wide, rounded.
 
@@ -46,17 +47,19 @@ def effective_sigma(q: Diffusion, dims: int | None = None) -> float:
         True
     """
     kernel = q.kernel
-    if not isinstance(kernel, GaussianKernel) or len(q.shape) > 2 or q.normalization not in ("sinkhorn", "row"):
+    is_known = isinstance(kernel, GaussianKernel | OrientedKernel)
+    if not is_known or len(q.shape) > 2 or q.normalization not in ("sinkhorn", "row"):
         raise ValueError(
-            "`effective_sigma` needs one cloud with a `GaussianKernel`, one bandwidth, and "
+            "`effective_sigma` needs one cloud with a `GaussianKernel` or an `OrientedKernel`, one bandwidth, and "
             f'`normalization="sinkhorn"` or "row"; got {type(kernel).__name__} of shape {tuple(q.shape)} and '
             f'"{q.normalization}". Take one item first, as in `effective_sigma(q[0])`.'
         )
+    assert isinstance(kernel, GaussianKernel | OrientedKernel)
     if dims is not None:
         dims = min(_checks.integer("dims", dims, 1), kernel.points.shape[-1])
     mean = _RowMeans(q)
     points = mean.centered(kernel.points.to(kernel.dtype))
-    widths, directions = _widths_of_rows(q, points)
+    widths, directions = mean.widths(points)
     if dims is None:
         num_wide = (widths > _MIN_RATIO * widths[:, -1:]).sum(-1)
         dims = max(1, round(float(mean.over_sites(num_wide))))
@@ -94,11 +97,14 @@ class _RowMeans:
         assert mean is not None
         return torch.where(self._weight[:, None] > 0, x - mean.to(x.dtype), 0)
 
-
-def _widths_of_rows(q: Diffusion, points: Tensor) -> tuple[Tensor, Tensor]:
-    """Return variances (N, D) of the rows of Q over σ², ascending, and their principal directions (N, D, D)."""
-    _, covariances = q.value_and_gradient(points)  # (N, D, D), over σ²
-    return torch.linalg.eigh((0.5 * (covariances + covariances.mT)).double())
+    def widths(self, points: Tensor) -> tuple[Tensor, Tensor]:
+        """Return variances (N, D) of the rows, ascending, and their principal directions (N, D, D), in float64."""
+        x = points.double()  # variances are small differences of squares
+        squares = (x[:, :, None] * x[:, None, :]).flatten(1)
+        moments = torch.cat([x, squares], dim=1)
+        first, second = (moments - self.residual(moments)).split([x.shape[1], squares.shape[1]], dim=1)
+        covariances = second.unflatten(1, x.shape[1:] * 2) - first[:, :, None] * first[:, None, :]
+        return torch.linalg.eigh(0.5 * (covariances + covariances.mT))
 
 
 def _relaxed(points: Tensor, tangents: Tensor, mean: _RowMeans) -> Tensor:

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from qattn.kernels import GaussianKernel
+from qattn.kernels import GaussianKernel, OrientedKernel
 from qattn.operators.diffusion import Diffusion, diffusion
 from qattn.tiles.compiled import why_not_compiled
 from qattn.tiles.order import kd_order
@@ -24,26 +24,36 @@ _MIN_NEIGHBORS = 0.05  # row sum below which the bandwidth would have to exceed 
 _SAMPLES = 256  # centers at which row sums are measured
 
 
-def coarse_operator(kernel: GaussianKernel, mass: Tensor, num_columns: int) -> Diffusion | None:
+def coarse_operator(kernel: GaussianKernel | OrientedKernel, mass: Tensor, num_columns: int) -> Diffusion | None:
     """Return the operator of a coarse level, or None if there are too few points or neighbors, or no compiled sort.
 
     Args:
-        kernel: Kernel of the points.
+        kernel: Kernel of the points. With normals, centers are of points on one side of a sheet.
         mass: Their masses, shape (N,).
         num_columns: Number of eigenvectors that the coarse level should have.
     """
     num_sites = int(kernel.ranks.sum((mass > 0).sum()))
+    sigma = float(kernel.sigma.detach())
     if num_sites < max(_MIN_SITES, 4 * _GROUP * num_columns) or why_not_compiled():
         return None
-    centers, masses = centers_of_mass(kernel.points.detach(), mass)  # on each rank, those of its own points
+    if isinstance(kernel, OrientedKernel) and not kernel.ranks.is_alone:
+        return None
+    sites = kernel.points.detach()
+    if isinstance(kernel, OrientedKernel):
+        sites = torch.cat([sites, sigma * kernel.normals.detach()], dim=-1)
+    centers, masses = centers_of_mass(sites, mass)  # on each rank, those of its own points
+    centers, normals = centers.tensor_split([kernel.points.shape[-1]], dim=-1)
     # Centers have fewer neighbors than points, by as much as they are fewer; a larger bandwidth compensates.
     samples = centers[:: max(1, len(centers) // _SAMPLES)]
     lse = kernel.at(samples).attend(torch.zeros(len(mass), dtype=kernel.dtype, device=mass.device)).lse
     neighbors = float(torch.exp(torch.cat(kernel.ranks.joined(lse))).median()) / _GROUP
     if neighbors < _MIN_NEIGHBORS:
         return None
-    sigma = float(kernel.sigma.detach()) * max(1.0, math.sqrt(_NEIGHBORS / neighbors))
-    return diffusion(kernel.like(centers, sigma), mass=masses)
+    wide = sigma * max(1.0, math.sqrt(_NEIGHBORS / neighbors))
+    if isinstance(kernel, GaussianKernel):
+        return diffusion(kernel.like(centers, wide), mass=masses)
+    weight = (normals / sigma).norm(dim=-1).clamp(max=1)
+    return diffusion(OrientedKernel(centers, normals, wide, weight=weight), mass=masses)
 
 
 def centers_of_mass(points: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:

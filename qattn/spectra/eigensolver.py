@@ -17,10 +17,10 @@ from qattn._eager import eager
 from qattn._progress import Progress
 from qattn._types import ArrayLike
 from qattn._warning import warn_caller
-from qattn.kernels import GaussianKernel, MixtureKernel, VoxelKernel
+from qattn.kernels import GaussianKernel, MixtureKernel, OrientedKernel, VoxelKernel
 from qattn.operators.diffusion import Diffusion
 from qattn.spectra.coarse import coarse_operator
-from qattn.spectra.linalg import inner, norms, orthonormal_basis, rounding
+from qattn.spectra.linalg import differences, inner, norms, orthonormalize_, rotate_, rounding
 from qattn.spectra.spectrum import Spectrum
 from qattn.spectra.symmetric import SymmetricOperator, count_sites
 
@@ -66,11 +66,7 @@ def eigsh(
         >>> spectrum.frequencies[1:4].round()  # 2 three times, on the unit sphere
         tensor([2., 2., 2.])
     """
-    if len(q.shape) > 2:
-        raise ValueError(
-            f"`eigsh` takes one cloud with one bandwidth; this operator has shape {tuple(q.shape)}. "
-            "Take one item first, as in `eigsh(q[0], k)`."
-        )
+    _checks.one_item("eigsh", q.shape, "eigsh(q[0], k)")
     options = {"`k`": k, "`tol`": tol, "`max_iter`": max_iter, "Whether there is `init`": init is not None}
     q.kernel.ranks.agree("eigsh", q.kernel.device, options)
     _checks.positive("`tol`", tol)
@@ -103,7 +99,7 @@ def _diffusion_bandwidth(q: Diffusion) -> float | None:
         return None
     if isinstance(kernel, MixtureKernel):
         return kernel.replace(*(tensor.detach() for tensor in kernel.tensors)).effective_sigma(2)
-    return float(kernel.sigma.detach()) if isinstance(kernel, GaussianKernel | VoxelKernel) else None
+    return float(kernel.sigma.detach()) if isinstance(kernel, GaussianKernel | OrientedKernel | VoxelKernel) else None
 
 
 def _solve(
@@ -116,7 +112,7 @@ def _solve(
     num_unknown = k - s.keeps_constants
     if max(_MAX_DENSE, 3 * num_columns) >= num_sites or num_unknown == 0:
         return _solve_dense(s, num_unknown), None
-    lowest = 0.0 if isinstance(s.kernel, GaussianKernel) else _lowest_eigenvalue(s)
+    lowest = 0.0 if isinstance(s.kernel, GaussianKernel | OrientedKernel) else _lowest_eigenvalue(s)
     block, max_degree = _starting_block(s, num_columns, guess, progress)
     return _iterate(s, num_unknown, tol, max_iter, lowest, block, max_degree)
 
@@ -159,7 +155,7 @@ def _starting_block(
 
     The block holds the guess, or the eigenvectors of a coarse level, and noise in the remaining columns.
     """
-    if guess is None and isinstance(s.kernel, GaussianKernel):
+    if guess is None and isinstance(s.kernel, GaussianKernel | OrientedKernel):
         coarse = coarse_operator(s.kernel, s.mass, num_columns)
         if coarse is not None:
             spectrum, _ = _solve(coarse, num_columns, _COARSE_TOL, _COARSE_PASSES, None, progress)
@@ -210,7 +206,7 @@ def _iterate(
     values, u, product = _rayleigh_ritz(s, block)
     previous, failures, complaint = math.inf, 0, None
     while True:
-        residuals = norms(product - values * u, s.ranks)
+        residuals = differences(product, values, u, s.ranks)
         worst, largest, last = float(residuals[:k].amax()), float(values[0]), float(values[k - 1])
         gap = 1 - last if s.keeps_constants else max(largest - last, _MIN_GAP * largest)
         goal = max(tol * min(abs(last), gap), floor * (1 if s.keeps_constants else largest))
@@ -234,33 +230,37 @@ def _iterate(
             )
             break
         previous = worst
-        values, u, product = _rayleigh_ritz(s, _filter(s, u, product, lower, upper, largest, degree))
+        block = _filter_(s, u, product, lower, upper, largest, degree)
+        del u, product  # which the filter has overwritten
+        values, u, product = _rayleigh_ritz(s, block)
     return _spectrum(s, values[:k], u[:, :k], product[:, :k]), complaint
 
 
 def _rayleigh_ritz(s: SymmetricOperator, block: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return Ritz values in descending order, Ritz vectors u and S u, of the span of a block (N, n)."""
-    basis = orthonormal_basis(s.deflated(block), s.ranks)
+    """Return Ritz values in descending order, Ritz vectors u and S u, of the span of a block (N, n), overwritten."""
+    basis = orthonormalize_(s.deflated_(block), s.ranks)
     product = s @ basis
     gram = inner(basis, product, s.ranks)  # in float64, as it separates the eigenvectors
-    values, rotation = (s.ranks.first(x).flip(-1).to(block.dtype) for x in torch.linalg.eigh((gram + gram.T) / 2))
-    return values, basis @ rotation, product @ rotation
+    values, rotation = (s.ranks.first(x).flip(-1) for x in torch.linalg.eigh((gram + gram.T) / 2))
+    return values.to(block.dtype), rotate_(basis, rotation), rotate_(product, rotation)
 
 
-def _filter(
+def _filter_(
     s: SymmetricOperator, block: Tensor, product: Tensor, lower: float, upper: float, largest: float, degree: int
 ) -> Tensor:
     """Return p(S) X for X = `block` and S X = `product`, p the Chebyshev polynomial of `degree` of [lower, upper].
 
-    p is small on the interval and scaled to p(largest) = 1 at every step, without which it would overflow.
+    p is small on the interval and scaled to p(largest) = 1 at every step, without which it would overflow. Both blocks
+    are overwritten.
     """
     center, half_width = (lower + upper) / 2, (upper - lower) / 2
     scale = first_scale = half_width / (largest - center)
-    previous, current = block, (product - center * block) * (scale / half_width)
+    previous, current = block, product.add_(block, alpha=-center).mul_(scale / half_width)
     for _ in range(degree - 1):
         next_scale = 1 / (2 / first_scale - scale)
-        step = (s @ current) - center * current
-        previous, current = current, step * (2 * next_scale / half_width) - previous * (scale * next_scale)
+        step = (s @ current).add_(current, alpha=-center)
+        previous.mul_(-scale * next_scale).add_(step, alpha=2 * next_scale / half_width)
+        previous, current = current, previous
         scale = next_scale
     return current
 

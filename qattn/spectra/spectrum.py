@@ -1,7 +1,7 @@
 r"""Spectra of diffusion operators Q ≈ exp(−σ²L/2), and the eigenvalues of the Laplacian L: −(2/σ²) log λ."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ class Spectrum:
         mass: Masses m for which the vectors are orthonormal, shape (N,), with sum 1.
         sigma: Bandwidth σ for which Q ≈ exp(−σ²L/2); None if there is none, as for graphs and matrices.
         ranks: Process group over which the sites are sharded; `ALONE` if they are local.
+        choices: What `qattn.spectrum` chose, and why, by name; empty for `eigsh`.
     """
 
     values: Any
@@ -41,6 +42,7 @@ class Spectrum:
     mass: Any
     sigma: float | None = None
     ranks: Ranks = ALONE
+    choices: Mapping[str, str] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.values)
@@ -54,7 +56,8 @@ class Spectrum:
         if self.sigma is not None:
             title, header = f"{title}, σ = {self.sigma:g}", [*header, "frequency"]
             rows = [[*row, f"{mu:.4g}"] for row, mu in zip(rows, _minus_log(values, self.sigma), strict=True)]
-        return table(title, rows, header)
+        chosen = table("Chosen", self.choices.items()) if self.choices else ""
+        return table(title, rows, header) + chosen
 
     @property
     def frequencies(self) -> Any:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from qattn._progress import Progress
 from qattn.operators.diffusion import Diffusion
-from qattn.spectra.linalg import inner, norms, rounding
+from qattn.spectra.linalg import differences, inner, norms, rounding
 
 __all__ = ["SymmetricOperator", "count_sites"]
 
@@ -63,19 +63,27 @@ class SymmetricOperator:
     def __matmul__(self, u: Tensor) -> Tensor:
         """Return P S P u for columns u (N, n)."""
         self.num_passes += 1
-        product = self.root * self._q.apply(self._inverse_root * self.deflated(u))
+        scaled = self.deflated(u)
+        scaled = self._inverse_root * u if scaled is u else scaled.mul_(self._inverse_root)
+        product = self._q.apply(scaled).mul_(self.root)
         self._progress.advance()
-        return self.deflated(product)
+        return self.deflated_(product)
 
     def deflated(self, u: Tensor) -> Tensor:
         """Return P u for columns u (N, n)."""
         if not self.keeps_constants:
             return u
-        return u - self.root * inner(self.root, u, self.ranks).to(u.dtype)
+        return torch.addmm(u, self.root, inner(self.root, u, self.ranks).to(u.dtype), alpha=-1)
+
+    def deflated_(self, u: Tensor) -> Tensor:
+        """Return P u for columns u (N, n), which are overwritten."""
+        if not self.keeps_constants:
+            return u
+        return u.addmm_(self.root, inner(self.root, u, self.ranks).to(u.dtype), alpha=-1)
 
     def residuals(self, values: Tensor, u: Tensor, product: Tensor) -> Tensor:
         """Return ‖S u − λ u‖, shape (n,), for values λ (n,), columns u (N, n) and `product` = P S P u."""
-        within = norms(product - values * u, self.ranks)
+        within = differences(product, values, u, self.ranks)
         if not self.keeps_constants:
             return within
         return torch.hypot(within, inner(self._constant_residual, u, self.ranks)[0].to(within.dtype))
