@@ -522,14 +522,19 @@ def run(rank):
     dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=2)
     clouds = torch.rand(2, 40, 3, generator=torch.Generator().manual_seed(0))
     torch.manual_seed(rank)  # rank 0 decides where the parameters start
-    network = qattn.nn.QDiffNet(3, 2, num_scales=2, channels_per_scale=2, num_blocks=2, sigma_range=(0.1, 1.0))
-    parallel = DistributedDataParallel(network)
-    parallel(clouds[rank], clouds[rank]).square().mean().backward()
-    found = [parameter.grad.clone() for parameter in network.parameters()]
-    network.zero_grad()
-    sum(network(cloud, cloud).square().mean() for cloud in clouds).div(2).backward()
-    for got, parameter in zip(found, network.parameters()):
-        torch.testing.assert_close(got, parameter.grad, rtol=1e-4, atol=1e-6)
+    sizes = {"widths": (8, 8), "num_blocks": (1, 1), "num_heads": (2, 2), "gradient_dim": 2, "recompute": True}
+    for network in (
+        qattn.nn.QDiffNet(3, 2, num_scales=2, channels_per_scale=2, num_blocks=2, sigma_range=(0.1, 1.0)),
+        qattn.nn.QPointTransformer(3, 2, spacing=0.2, **sizes),
+    ):
+        parallel = DistributedDataParallel(network)
+        parallel(clouds[rank], clouds[rank]).square().mean().backward()
+        found = [parameter.grad.clone() for parameter in network.parameters()]
+        network.zero_grad()
+        sum(network(cloud, cloud).square().mean() for cloud in clouds).div(2).backward()
+        for got, parameter in zip(found, network.parameters()):
+            torch.testing.assert_close(got, parameter.grad, rtol=1e-4, atol=1e-5)
+    dist.barrier()  # see examples/distributed.py
     dist.destroy_process_group()
 
 if __name__ == "__main__":
@@ -667,7 +672,10 @@ def test_wrong_arguments(make, message):
         (lambda net, x: net(x, x, offset=torch.tensor([0, 9])), "`offset` should .* with index 0 have none"),
         (lambda net, x: net(x, x, batch=[0] * 4 + [3] * 5), "`batch` should .* with index 1, 2 have none"),
         (lambda net, x: net(x, x, (torch.arange(9) > 4).float(), offset=[5, 9]), "`mass` should have a positive sum"),
-        (lambda net, x: net(x, x, offset=[4.0, 9.0]), "`offset` should be integers; got float64"),
+        (
+            lambda net, x: net(x, x, offset=[4.0, 9.0]),
+            "`offset` should be integers, the end of each cloud; got float64",
+        ),
         (lambda net, x: net(x.double(), x), "`features` should be float32, like the parameters; got float64"),
         (lambda net, x: net(x.half(), x), "`features` should be float32, like the parameters; got float16"),
         (lambda net, x: QDiffNet(3, 2, chiral=True, **SMALL)(x, x[:, :2]), "`points` should have 3 coordinates"),

@@ -11,7 +11,7 @@ No correspondence is given. Variants differ in the spectra that maps are fitted 
 - xyz: spectra of Q, coordinates.
 
 Rows of the table are networks: "q" is Q-DiffNet; "spectral" is DiffusionNet on eigenvectors of `robust_laplacian` of
-the same points, for as many steps; "spectral, same time" is the same for the seconds that Q-DiffNet took. Each step has
+the same points, for as many steps; "spectral, same time" is the same for as long as Q-DiffNet took. Each step has
 other samples of the shapes. Training goes on where it was interrupted. Needs the extras `bench` and `examples`.
 
 Errors are geodesic, on the mesh of the source, over √area, × 100, for all ordered pairs of test shapes; matches are

@@ -11,10 +11,7 @@ import numpy as np
 import torch
 from fem import eigenpairs
 from matching_data import local_areas
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import breadth_first_order, minimum_spanning_tree
 from scipy.sparse.linalg import eigsh
-from scipy.spatial import cKDTree
 
 import qattn
 from qattn.signatures import wave_kernel_signature
@@ -26,7 +23,6 @@ SIGMA = 0.7
 DENSITY = 1.5  # spacings; of the masses
 UNIT = 0.02  # bandwidth for which eigenvalues of Laplacians are written as those of diffusions
 ENERGIES = 128  # of wave kernel signatures
-NEIGHBORS = 6  # that give normals, and agree about them
 
 
 class Cache:
@@ -114,7 +110,8 @@ def normals(shape, kind, cache):
     """Normals (n, 3) of one orientation: those of the mesh, or of the cloud where there is no mesh."""
     if kind == "mesh":
         return torch.from_numpy(_mesh_normals(shape)).float()
-    return torch.from_numpy(cache.get(shape, "normals", lambda: {"normals": cloud_normals(shape.points)})["normals"])
+    arrays = cache.get(shape, "signed-normals", lambda: {"normals": qattn.normals(shape.points).astype(np.float32)})
+    return torch.from_numpy(arrays["normals"])
 
 
 def _mesh_normals(shape):
@@ -123,31 +120,6 @@ def _mesh_normals(shape):
     for corner in range(3):
         np.add.at(sums, shape.faces[:, corner], of_faces)
     return sums[shape.nearest_vertex]
-
-
-def cloud_normals(points):
-    """Normals (n, 3) of a cloud, of one orientation if neighbors tell.
-
-    Each is the direction in which its neighbors spread least. Along a tree that joins those that are most alike (Hoppe
-    et al. 1992), each is made to agree with the one before; at the highest point, the normal goes up.
-    """
-    near = cKDTree(points).query(points, NEIGHBORS + 1)[1]
-    edges = points[near] - points[near].mean(1, keepdims=True)
-    normals = np.linalg.eigh(edges.transpose(0, 2, 1) @ edges)[1][..., 0]  # (n, 3)
-    starts, ends = np.repeat(np.arange(len(points)), NEIGHBORS), near[:, 1:].ravel()
-    differences = 1 + 1e-3 - np.abs((normals[starts] * normals[ends]).sum(1))
-    tree = minimum_spanning_tree(csr_array((differences, (starts, ends)), shape=2 * (len(points),)))
-    tree = tree + tree.T
-    is_left = np.ones(len(points), dtype=bool)
-    while is_left.any():  # one part of the cloud after the other
-        top = np.flatnonzero(is_left)[points[is_left, 1].argmax()]
-        order, before = breadth_first_order(tree, top, directed=False)
-        normals[top] *= 1 if normals[top, 1] >= 0 else -1
-        for point in order[1:]:
-            if normals[point] @ normals[before[point]] < 0:
-                normals[point] *= -1
-        is_left[order] = False
-    return normals.astype(np.float32)
 
 
 def geodesics(shape, cache):

@@ -3,6 +3,16 @@
 from qattn.nn.attention import QAttention, QBlock
 from qattn.nn.diffnet import QDiffNet
 from qattn.nn.diffusion import QDiffusion
+from qattn.nn.multihead import QMultiheadAttention
+from qattn.nn.point_transformer import QPointTransformer
 from qattn.nn.tangent import tangent_gradients
 
-__all__ = ["QAttention", "QBlock", "QDiffNet", "QDiffusion", "tangent_gradients"]
+__all__ = [
+    "QAttention",
+    "QBlock",
+    "QDiffNet",
+    "QDiffusion",
+    "QMultiheadAttention",
+    "QPointTransformer",
+    "tangent_gradients",
+]

@@ -26,7 +26,7 @@ class QAttention(nn.Module):
     Args:
         dim: Number of channels of the features, a multiple of `num_heads`.
         num_heads: Number of heads, each with a learned bandwidth σ.
-        coord_dim: Dimension of the points.
+        coord_dim: Dimension of the points; with 0, weights depend on the features alone.
         content_dim: Number of channels of c per head; with 0, weights depend on the points alone.
         sigma_range: Least and largest initial bandwidth, in units of the points.
         bias: Whether the projections of values and outputs have a bias.
@@ -52,8 +52,8 @@ class QAttention(nn.Module):
         super().__init__()
         if _checks.integer("dim", dim, 1) % _checks.integer("num_heads", num_heads, 1):
             raise ValueError(f"`dim` should be a multiple of `num_heads`; got {dim} and {num_heads}.")
-        self.coord_dim = _checks.integer("coord_dim", coord_dim, 1)
-        self.content_dim = _checks.integer("content_dim", content_dim, 0)
+        self.coord_dim, self.content_dim = _checks.integer("coord_dim", coord_dim, 0), content_dim
+        _checks.integer("content_dim", content_dim, 0 if coord_dim else 1)  # weights need one or the other
         self.diffusion = QDiffusion(num_heads, sigma_range=sigma_range, **diffusion)
         self.value = nn.Linear(dim, dim, bias=bias)
         self.content = nn.Linear(dim, num_heads * content_dim, bias=False) if content_dim else None

@@ -100,7 +100,9 @@ class QDiffusion(nn.Module):
         if content is None:
             return GaussianKernel(x, sigma, **options)
         lifted = torch.cat([x[..., None, :, :] / sigma[:, None, None], content.to(x)], dim=-1)  # (*batch, H, N, d + c)
-        return GaussianKernel(lifted, 1.0, **options)
+        kernel = GaussianKernel(lifted, 1.0, **options)
+        # Sorted in space, once for all heads: far points have small weights, whatever their content.
+        return kernel.ordered_like(GaussianKernel(x, 1.0)) if self.ranks.is_alone and x.shape[-1] else kernel
 
     def _start(
         self, kernel: GaussianKernel, points: Tensor, content: Tensor | None, warm_start: Diffusion | None
@@ -112,6 +114,8 @@ class QDiffusion(nn.Module):
         has_bandwidths = other.sigma.ndim > 0  # otherwise its points contain content
         if has_bandwidths and content is None:
             kernel = kernel.share_preparation(other)
+        elif content is not None and kernel.ranks.is_alone and points.shape[-1]:
+            kernel = kernel.ordered_like(other)
         if warm_start.normalization != "sinkhorn":
             return kernel, None
         init = warm_start.potential.detach().nan_to_num(0, 0, 0)  # NaN at points without mass that are out of reach
@@ -135,8 +139,8 @@ class QDiffusion(nn.Module):
             mass: Masses (*batch, N), 0 for padding; equal by default.
             content: Further coordinates c per head, (*batch, H, N, c): K = exp(−‖x − x′‖²/2σ² − ‖c − c′‖²/2).
             warm_start: Operator of another layer at the same points. The points are not sorted again, and the
-                normalization starts from its potentials, interpolated in log σ. If either layer has `content`, only the
-                potentials are reused; those of an operator with content are reused head by head.
+                normalization starts from its potentials, interpolated in log σ; those of an operator with content are
+                reused head by head.
         """
         kernel, init = self._start(self._kernel(points, content), points, content, warm_start)
         return diffusion(

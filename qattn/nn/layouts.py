@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from qattn import _checks
-from qattn._types import ArrayLike
+from qattn._types import ArrayLike, dtype_name
 from qattn.ragged import to_packed, to_padded
 from qattn.ranks import Ranks
 
@@ -157,7 +157,7 @@ def _check_dtype(features: Tensor, module: nn.Module) -> None:
     parameter = next(module.parameters(), None)
     is_cast = torch.is_autocast_enabled(features.device.type) and features.dtype != torch.float64
     if parameter is not None and features.dtype != parameter.dtype and not is_cast:
-        expected, got = (str(dtype).removeprefix("torch.") for dtype in (parameter.dtype, features.dtype))
+        expected, got = (dtype_name(x.dtype) for x in (parameter, features))
         raise ValueError(
             f"`features` should be {expected}, like the parameters; got {got}. Convert them with "
             f"`features.to(torch.{expected})`, or the module with `module.to(torch.{got})`."

@@ -32,7 +32,7 @@ def tangent_gradients(points: ArrayLike, *, num_neighbors: int = 30) -> tuple[Te
     """
     from scipy.spatial import cKDTree  # here, because SciPy is slow to import
 
-    x = _one_cloud(points, 3, least=4)
+    x = _checks.one_cloud("points", points, (3,), least=4)
     N, count = len(x), min(_checks.integer("num_neighbors", num_neighbors, 3), len(x) - 1)
     _, near = cKDTree(x.detach().cpu().numpy()).query(x.detach().cpu().numpy(), count + 1)
     index = torch.from_numpy(near[:, 1:]).to(x.device)  # (N, k): without the point itself, unless points coincide
@@ -53,14 +53,3 @@ def tangent_gradients(points: ArrayLike, *, num_neighbors: int = 30) -> tuple[Te
         return torch.sparse_coo_tensor(indices, values.to(x.dtype), (N, N), check_invariants=False).coalesce()
 
     return matrix(solved[:, 0]), matrix(solved[:, 1])
-
-
-def _one_cloud(numbers: ArrayLike, dims: int, least: int) -> Tensor:
-    """Convert positions to a tensor (N, d) of one cloud."""
-    tensor = _checks.points("points", numbers, (dims,))
-    if tensor.ndim != 2 or len(tensor) < least:
-        raise ValueError(
-            f"`points` should have shape (N, {dims}), one cloud with N at least {least}; "
-            f"got {_checks.shape_of(tensor)}."
-        )
-    return tensor
