@@ -14,6 +14,7 @@ from pathlib import Path
 from _measure import RECORDS, RESULTS, environment
 
 SCRIPTS = (
+    "accuracy",
     "attention",
     "backward",
     "cold_start",
@@ -25,6 +26,7 @@ SCRIPTS = (
     "distance",
     "viewer",
     "layers",
+    "transformer",
     "gradients",
     "distributed",
 )

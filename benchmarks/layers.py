@@ -6,7 +6,8 @@ once with PyKeOps and once with dense torch. qattn normalizes to a mean |Q1 − 
 that too; "as published" is qattn with 10 plain iterations and no gradients through them.
 
 Before the clock starts, each is compared on a small cloud with float64: the output, and the gradient by the bandwidths.
-Each runs in a process of its own, so that its peak memory is its own.
+Each runs in a process of its own, so that its peak memory is its own. Batches of small clouds, as in training, have a
+table of their own, of a layer of 4 bandwidths and 16 channels.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import math
 import time
 
 import torch
-from _measure import environment, finding, in_its_own_process, once, parsed, save
+from _measure import environment, finding, in_its_own_process, once, parsed, save, seconds
 
 from qattn import Solver
 from qattn.nn import QDiffusion
@@ -26,6 +27,7 @@ SCALES, FEATURES, APPLICATIONS = 32, 8, 2
 SIGMA = 0.02, 0.5
 ITERATIONS = 10
 PAPER = {"tol": 0, "solver": Solver(ITERATIONS + 1, "plain", "detach")}
+SMALL = [(1, 16), (32, 100), (32, 500)]  # clouds and points of each: 16 points show what a call costs
 DENSE_LIMIT = 2500  # points: beyond, 32 matrices and what autograd keeps of them do not fit in 24 GB
 
 
@@ -138,12 +140,31 @@ def one(name, n, budget):
     print(json.dumps(row | {"output_error": output_error, "gradient_error": gradient_error}))
 
 
+def small(batch, n, budget):
+    """A layer of 4 bandwidths and 16 channels on a batch of small clouds in this process: prints a row."""
+    generator = torch.Generator().manual_seed(0)
+    points = torch.stack([creature(n, seed=seed)[0] for seed in range(batch)])
+    signal = torch.randn(batch, 4, n, 16, generator=generator).requires_grad_()
+    layer = QDiffusion(4, sigma_range=(0.1, 0.4))
+
+    def step():
+        layer(signal, points).square().mean().backward()
+
+    step()  # imports and compiles everything
+    forward = seconds(lambda: layer(signal, points), budget)
+    row = {"name": "qattn, small clouds", "N": n, "batch": batch, "forward": forward, "seconds": seconds(step, budget)}
+    print(json.dumps(row))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", type=int, nargs="+", default=[2000, 10_000])
     parser.add_argument("--limit", type=float, default=1800.0, help="seconds that a candidate may take")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--small", nargs=3, help=argparse.SUPPRESS)
     options = parsed(parser, sizes=[500])
+    if options.small:
+        return small(int(options.small[0]), int(options.small[1]), float(options.small[2]))
     if options.one:
         return one(options.one[0], int(options.one[1]), float(options.one[2]))
 
@@ -169,12 +190,21 @@ def main():
                     f"{row['megabytes']:,.0f} MB | {row['gradient_error']:.0e} |"
                 )
             print(lines[-1], flush=True)
+    lines += ["", "| small clouds | forward | forward + backward |", "|---" * 3 + "|"]
+    few = []
+    for batch, n in SMALL:
+        row = in_its_own_process(__file__, "--small", batch, n, 0.5 if options.quick else 3, limit=options.limit)
+        if isinstance(row, str):
+            raise SystemExit(f"small clouds: {row}")
+        few.append(row)
+        lines.append(f"| {batch} × {n} | {1e3 * row['forward']:.1f} ms | {1e3 * row['seconds']:.1f} ms |")
+        print(lines[-1], flush=True)
     print("\n" + "\n".join(lines))
     ours = "{seconds:.2f} s, error of ∂/∂σ {gradient_error:.0e}"
     findings = [
         finding(f"a layer of 32 σ on {n:,} points", ours, [r for r in rows if r["N"] == n]) for n in options.sizes
     ]
-    plot(rows, save("layers", rows, findings, options.quick).with_suffix(".png"))
+    plot(rows, save("layers", rows + few, findings, options.quick).with_suffix(".png"))
 
 
 def plot(rows, path):

@@ -22,7 +22,7 @@ from _measure import environment, finding, in_its_own_process, once, parsed, sav
 import qattn
 from qattn.pictures import curves, figure
 from qattn.shapes import creature
-from qattn.tiles import gaussian
+from qattn.tiles import gaussian, pairs
 
 CHANNELS = 8
 NEIGHBORS = 2.2  # bandwidths, in mean spacings of the points
@@ -40,7 +40,7 @@ class LoopClock:
 
     def __enter__(self):
         self.seconds, self._share = 0.0, gaussian.share
-        gaussian.share = self._timed
+        gaussian.share = pairs.share = self._timed
         return self
 
     def _timed(self, *arguments):
@@ -49,7 +49,7 @@ class LoopClock:
         self.seconds += time.perf_counter() - start
 
     def __exit__(self, *_):
-        gaussian.share = self._share
+        gaussian.share = pairs.share = self._share
 
 
 def by_neighbors(k):

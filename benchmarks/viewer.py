@@ -14,6 +14,7 @@ from dataclasses import replace
 from _measure import parsed, save, seconds
 
 from qattn import io, shapes
+from qattn.tiles.meanwhile import compile_at_first_call
 from qattn.viewer import Model
 
 NOTCHES = 5
@@ -25,8 +26,9 @@ def main():
     options = parsed(parser, sizes=[5000])
     print(__doc__.splitlines()[0])
     print("| points | first picture | σ changed, 1 step | σ changed, 10 steps | one step more |\n" + "|---" * 5 + "|")
+    compile_at_first_call()
     small = Model(io.Cloud(shapes.creature(6000)[0].numpy()))
-    small.picture(small.start())  # compiles everything
+    small.picture(small.start())
     rows = []
     for n in options.sizes:
         model = Model(io.Cloud(shapes.creature(n)[0].numpy()))

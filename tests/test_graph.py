@@ -280,3 +280,29 @@ def test_signals_of_sixteen_bits_are_rounded_once(make, needs_gradient, dtype):
     torch.testing.assert_close(
         smooth.double(), diffusion(kernel) @ value.double(), rtol=2 * torch.finfo(dtype).eps, atol=1e-3
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_many_unsorted_edges_with_repeated_ones_and_loops(dtype):
+    """With keys beyond 32 bits; with a gradient and without, as SciPy adds them up."""
+    generator = torch.Generator().manual_seed(0)
+    N = 50_000
+    pairs = torch.randint(N, (2, 40_000), generator=generator)
+    ring = torch.stack([torch.arange(N), torch.arange(N).roll(1)])
+    pairs = torch.cat([pairs, pairs[:, :1000], torch.arange(500).expand(2, -1), ring], dim=1)
+    index = torch.cat([pairs, pairs.flip(0)], dim=1)
+    weight = 0.1 + torch.rand(pairs.shape[1], generator=generator).repeat(2)
+    adjacency = scipy.sparse.csr_array((weight.double().numpy(), tuple(index.numpy())), shape=(N, N))
+    signal = torch.randn(N, 2, generator=generator)
+    bias = torch.randn(N, generator=generator)
+    scaled = np.exp(bias.double().numpy())
+    degrees = adjacency.sum(1)
+    expected = adjacency @ (scaled[:, None] * signal.double().numpy()) + (degrees * scaled)[:, None] * signal.numpy()
+    sums = adjacency @ scaled + degrees * scaled
+    for has_gradient in (False, True):
+        kernel = GraphKernel(index.to(dtype), weight.clone().requires_grad_(has_gradient))
+        out, lse = kernel.attend(bias, signal)
+        assert out.requires_grad == has_gradient
+        torch.testing.assert_close(lse.detach().double(), torch.from_numpy(np.log(sums)), rtol=0, atol=1e-5)
+        mean = torch.from_numpy(expected / sums[:, None])
+        torch.testing.assert_close(out.detach().double(), mean, rtol=1e-4, atol=1e-5)

@@ -87,19 +87,21 @@ def _cold(monkeypatch):
     monkeypatch.setattr(meanwhile, "is_compiled", lambda task: False)
     monkeypatch.setattr(meanwhile, "remember", lambda task: None)
     monkeypatch.setattr(meanwhile, "_spent", {})
-    monkeypatch.setattr(meanwhile, "patience", 1.0)
+    monkeypatch.setattr(meanwhile, "_COMPILER", dict.fromkeys(meanwhile._COMPILER, 6.0))
 
 
 @pytest.mark.usefixtures("_cold")
 def test_loops_are_due_once_torch_has_taken_as_long_as_the_compiler_would(monkeypatch):
     loop, other = Loop("sort", torch.float32, 1), Loop("sort", torch.float64, 1)
-    seconds = meanwhile.seconds_to_compile(loop)
+    seconds = meanwhile.patience(loop)
     assert not meanwhile.is_due(loop, 0.6 * seconds)
     assert meanwhile.is_due(loop, 0.6 * seconds)
     assert not meanwhile.is_due(loop, 0.3 * seconds)  # the call before was not made by torch
     assert not meanwhile.is_due(other, 0.6 * seconds)
-    with meanwhile.at_once():
-        assert meanwhile.is_due(other, 0.0)
+    meanwhile.compile_at_first_call()
+    assert meanwhile.is_due(other, 0.0)
+    assert meanwhile.is_due(gaussian.loop_of("attend near", torch.float32, 16), 0.0)
+    monkeypatch.setattr(meanwhile, "_spent", {})
     assert not meanwhile.is_due(other, 0.0)
     monkeypatch.setattr(meanwhile, "is_compiled", lambda task: True)
     assert meanwhile.is_due(other, 0.0)
@@ -144,6 +146,19 @@ def test_the_choice_knows_what_is_compiled(request):
     assert cold.seconds["fourier"] == seconds["fourier"]
     for name in ("exact", "tiles"):
         assert cold.seconds[name] > 5 * seconds[name]
+
+
+@pytest.mark.usefixtures("_cold")
+def test_ffts_do_not_take_the_place_of_loops_for_ever(monkeypatch):
+    """Each cloud pays a little more than with loops; together they pay for the compiler, once."""
+    monkeypatch.setattr(meanwhile, "_COMPILER", dict.fromkeys(meanwhile._COMPILER, 1.0))
+    points, loop = torch.rand(20_000, 3), gaussian.loop_of("attend near", torch.float32, 3)
+    left = [meanwhile.patience(loop)]
+    while qattn.GaussianKernel(points, 0.03).method == "fourier":
+        left.append(meanwhile.patience(loop))
+        assert left[-1] < left[-2]
+    assert 2 < len(left) < 100
+    assert qattn.GaussianKernel(points, 0.03).method == "tiles"
 
 
 COLD = """

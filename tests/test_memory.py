@@ -1,17 +1,15 @@
 """O(N) memory, measured: 16,000 points, whose scores alone would take 1 GB, within a tenth of that."""
 
 import gc
-import subprocess
-import sys
 import weakref
 
 import pytest
 import torch
+from memory import added_megabytes
 
 import qattn
 
 TRAINING = """
-import resource, torch, qattn
 points = torch.randn(20_000, 3)
 signal, log_sigma = torch.randn(20_000, 8), torch.tensor(0.0, requires_grad=True)
 
@@ -20,40 +18,20 @@ def step(n):
     q = qattn.diffusion(x, log_sigma.exp())
     (q @ signal[:n]).square().mean().backward()
     assert x.grad.isfinite().all() and log_sigma.grad.isfinite()
-
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-step(300)
-before = peak()
-step(20_000)
-print(peak() - before)
 """
 
 
 @pytest.mark.slow
 def test_a_training_step_of_20_000_points_stays_under_a_gigabyte():
     """Through the normalization, by points and σ, with 8 channels; one N × N matrix would be 1.6 GB."""
-    run = subprocess.run([sys.executable, "-c", TRAINING], capture_output=True, text=True, check=True)
-    assert float(run.stdout) < 1000
+    assert added_megabytes(TRAINING, "step(300)", "step(20_000)") < 1000
 
 
 MANY = """
-import resource, sys, torch, qattn
-method, sigma = sys.argv[1], float(sys.argv[2])
-
-def step(n):
+def step(n, method, sigma):
     points = torch.nn.functional.normalize(torch.randn(n, 3), dim=-1)
     smooth, q = qattn.diffuse(points, sigma, torch.randn(n, 8), method=method)
     assert smooth.isfinite().all() and q.kernel_error(num_rows=16) <= 1e-3
-
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-step(2000)
-before = peak()
-step(300_000)
-print(peak() - before)
 """
 
 
@@ -61,28 +39,16 @@ print(peak() - before)
 @pytest.mark.parametrize(("method", "sigma"), [("tiles", 0.01), ("fourier", 0.2)])
 def test_300_000_points_by_tiles_and_fourier(method, sigma):
     """Less than a kilobyte a point: a graph of 100 neighbors with weights would alone take 1.2."""
-    run = subprocess.run([sys.executable, "-c", MANY, method, str(sigma)], capture_output=True, text=True, check=True)
-    assert float(run.stdout) < 300
+    steps = (f"step({n}, {method!r}, {sigma})" for n in (2000, 300_000))
+    assert added_megabytes(MANY, *steps) < 300
 
 
-SCRIPT = """
-import resource, sys, torch, qattn
-backend, n, wants_gradient = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "True"
-
-def run(n):
+ATTENTION = """
+def run(n, backend, wants_gradient):
     points = torch.randn(n, 2, requires_grad=wants_gradient)
     out, lse = qattn.attend(points, points, torch.ones(n, 1), backend=backend)
     if wants_gradient:
         (out.sum() + lse.sum()).backward()
-
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # MB; the largest so far
-
-for _ in range(3):
-    run(500)  # imports, compiles, starts threads
-before = peak()
-run(n)
-print(peak() - before)
 """
 
 
@@ -93,10 +59,9 @@ print(peak() - before)
 )
 def test_memory_grows_with_the_points_not_the_pairs(backend, wants_gradient):
     n = 16_000
-    command = [sys.executable, "-c", SCRIPT, backend, str(n), str(wants_gradient)]
-    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    small, large = (f"run({size}, {backend!r}, {wants_gradient})" for size in (500, n))
     allowed = 100 if backend != "flex" else 250  # compiling for a new shape takes some too
-    assert float(run.stdout) < allowed < n * n * 4 / 2**20
+    assert added_megabytes(ATTENTION, f"for _ in range(3): {small}", large) < allowed < n * n * 4 / 2**20
 
 
 @pytest.mark.parametrize("method", ["exact", "tiles", "fourier", "auto"])

@@ -8,10 +8,11 @@ from cases import ball, dense, slow, sphere
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qattn.tiles import order
+from qattn.tiles import gaussian, order
 from qattn.tiles.gaussian import attend as attend_tilings
-from qattn.tiles.gaussian import near_tiles
+from qattn.tiles.gaussian import near_tiles, scales_of
 from qattn.tiles.order import kd_order
+from qattn.tiles.pairs import both_sides, near_blocks, rounds
 from qattn.tiles.sizes import PART, TILE
 from qattn.tiles.tiling import Tiling
 
@@ -193,3 +194,45 @@ def test_lists_are_numbered_within_their_cloud():
     for b in range(2):
         for row in range(tiles.tiles):
             assert row in lists[b, row, : counts[b, row]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, slow(torch.float64)], ids=str)
+def test_sums_that_serve_both_rows_of_a_pair(dtype):
+    """A batch with two bandwidths, masses over 30 decades, absent points and a last tile that is not full.
+
+    Sums too small for float32 are found by the other loop, and so is everything as soon as there are values.
+    """
+    generator = torch.Generator().manual_seed(0)
+    points = 30 + torch.stack([sphere(3001), 2 * ball(3001)]).to(dtype)
+    sigma = torch.tensor([0.1, 0.2], dtype=dtype)
+    bias = 70 * (torch.rand(2, 3001, generator=generator, dtype=dtype) - 1)
+    bias[:, ::5] = -torch.inf
+    tiles = Tiling(points, kd_order(points))
+    lse = attend_tilings(tiles, tiles, sigma, None, bias, 1e-6).lse
+    again = attend_tilings(tiles, tiles, sigma, torch.ones(2, 3001, 1, dtype=dtype), bias, 1e-6).lse
+    for cloud in range(2):
+        x = points[cloud].double() / sigma[cloud].double()
+        expected = dense(x, x, bias=bias[cloud].double())[1]
+        atol = 2e-5 if dtype == torch.float32 else 2e-6
+        torch.testing.assert_close(lse[cloud].double(), expected, rtol=0, atol=atol)
+        torch.testing.assert_close(lse[cloud], again[cloud], rtol=0, atol=atol)
+
+
+def test_pairs_of_blocks_meet_once_and_never_twice_in_a_round():
+    points = torch.stack([sphere(5000), ball(5000)]) / 0.05
+    tiles = Tiling(points, kd_order(points))
+    bias = torch.zeros(2, 5000, dtype=torch.float64)
+    scale = scales_of(tiles, None)
+    cutoff = gaussian._cutoff(tiles, tiles, scale, tiles.weights(bias, scale=scale), 1e-3)
+    near = near_blocks(tiles, tiles, scale, cutoff, both_sides(tiles, tiles, cutoff, cutoff))
+    assert near[:, range(near.shape[1]), range(near.shape[1])].all()
+    assert not near.all()
+    for is_near in (None, near):
+        expected = int(near.sum()) if is_near is not None else near.numel()
+        tasks = [task for some in rounds(tiles, tiles, is_near) for task in some]
+        assert len(set(tasks)) == len(tasks) == expected
+        half = rounds(tiles, tiles, is_near, is_half=True)
+        pairs = [frozenset((task[:2], task[2:])) for some in half for task in some]
+        assert len(set(pairs)) == len(pairs) == (expected + near.shape[0] * near.shape[1]) / 2
+        for some in (*half, *rounds(tiles, tiles, is_near)):
+            assert len({task[:2] for task in some}) == len({task[2:] for task in some}) == len(some)

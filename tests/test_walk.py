@@ -38,9 +38,9 @@ def walk(monkeypatch, function, loop="attend_tiles"):
     return max(ways, key=len)
 
 
-@pytest.mark.parametrize("method", ["exact", "tiles"])
-def test_from_diffusion_to_the_loop(method, monkeypatch):
-    way = walk(monkeypatch, lambda: qattn.diffusion(points, 0.2, method=method))
+@pytest.mark.parametrize(("method", "loop"), [("exact", "attend_tiles"), ("tiles", "sum_tiles")])
+def test_from_diffusion_to_the_loop(method, loop, monkeypatch):
+    way = walk(monkeypatch, lambda: qattn.diffusion(points, 0.2, method=method), loop)
     assert len([name for name in way if name != "_eager.py:call"]) <= 12, way
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from qattn import _checks
 from qattn._broadcasting import broadcast_shapes
 from qattn._eager import eager
+from qattn._types import dtype_name
 from qattn.attended import Attended
 from qattn.attention.batched import attend_batched
 from qattn.attention.dispatch import Dispatch
@@ -111,7 +112,7 @@ def _checked_batch(query: Tensor, key: Tensor, value: Tensor | None, bias: Tenso
                 f"Move it with `{name}.to(query.device)`."
             )
     if key.dtype != query.dtype:
-        got, expected = (str(t.dtype).removeprefix("torch.") for t in (key, query))
+        got, expected = (dtype_name(t.dtype) for t in (key, query))
         raise ValueError(
             f"`key` should have the dtype of `query`, {expected}; got {got}. Convert it with `key.to(query.dtype)`."
         )

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from qattn._types import dtype_name
 from qattn.attention.score import Score, gaussian
 from qattn.lift import Extent, extent
 
@@ -121,7 +122,7 @@ class Inputs:
         """Write one aligned line per tensor, for messages."""
         batch = self.query.shape[:1] if self.batch is None else self.batch
         rows = [
-            (name, str((*batch, *x.shape[1:])), str(x.dtype).removeprefix("torch."), str(x.device))
+            (name, str((*batch, *x.shape[1:])), dtype_name(x.dtype), str(x.device))
             for name, x in zip(("query", "key", "value", "bias", "sigma"), self.tensors, strict=True)
             if x is not None
         ]

@@ -5,6 +5,7 @@ from qattn.kernels.gaussian import GaussianKernel
 from qattn.kernels.graph import GraphKernel
 from qattn.kernels.matrix import MatrixKernel
 from qattn.kernels.mixture import MixtureKernel
+from qattn.kernels.oriented import OrientedKernel
 from qattn.kernels.radial import ExponentialKernel, MaternKernel, RationalQuadraticKernel
 from qattn.kernels.voxels import VoxelKernel
 
@@ -16,6 +17,7 @@ __all__ = [
     "MaternKernel",
     "MatrixKernel",
     "MixtureKernel",
+    "OrientedKernel",
     "PointKernel",
     "RationalQuadraticKernel",
     "VoxelKernel",

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from qattn import _checks
-from qattn._types import ArrayLike
+from qattn._types import ArrayLike, dtype_name
 from qattn.attended import Attended, merge
 from qattn.kernels.base import Kernel
 from qattn.kernels.sparse_matrix import (
@@ -17,6 +17,7 @@ from qattn.kernels.sparse_matrix import (
     is_sparse,
     is_symmetric,
     sorted_edges,
+    with_diagonal,
 )
 
 __all__ = ["GraphKernel"]
@@ -68,8 +69,7 @@ class GraphKernel(Kernel):
                 f"{isolated} of the {N} vertices have no edge, so that no scaling makes their rows sum to one. "
                 "Use `eps` > 0, or leave them out."
             )
-        with_loops = torch.cat([index, torch.arange(N, device=index.device).expand(2, -1)], dim=1)
-        self._edges = Edges.of(*sorted_edges(with_loops, torch.cat([weight, degrees]), N), N)
+        self._edges = Edges.of(*with_diagonal(index, weight, degrees), N)
 
     def __repr__(self) -> str:
         count = int((self._edges.index[0] < self._edges.index[1]).sum())
@@ -141,8 +141,8 @@ def _checked_edge_index(
     """Check the edges of an undirected graph; return them sorted, (2, E), their weights (E,) and N."""
     index = _checks.as_tensor("edge_index", edge_index)
     if index.ndim != 2 or len(index) != 2 or not _is_integer(index):
-        dtype = str(index.dtype).removeprefix("torch.")
-        raise ValueError(f"`edge_index` should hold integers of shape (2, E); got {dtype} {_checks.shape_of(index)}.")
+        got = f"{dtype_name(index.dtype)} {_checks.shape_of(index)}"
+        raise ValueError(f"`edge_index` should hold integers of shape (2, E); got {got}.")
     E = index.shape[1]
     weight = torch.ones(E, device=index.device)
     if edge_weight is not None:

@@ -34,7 +34,7 @@ class Profile(ABC):
     @property
     @abstractmethod
     def is_elementary(self) -> bool:
-        """Whether the score consists of torch functions, so that attention can compute and differentiate it."""
+        """True if the score consists of torch functions, so that attention can compute and differentiate it."""
 
     @property
     @abstractmethod

@@ -28,13 +28,14 @@ from qattn._eager import eager
 from qattn._html import table
 from qattn._progress import Progress
 from qattn._types import ArrayLike, MassLike, like_input
-from qattn.kernels import GaussianKernel, Kernel, PointKernel
+from qattn.kernels import GaussianKernel, Kernel, OrientedKernel, PointKernel
 from qattn.kernels.base import at_points, fits_memory
-from qattn.kernels.gaussian.kernel import as_kernel
+from qattn.kernels.of_points import as_kernel
 from qattn.mass import mass_of
 from qattn.operators import scaling
 from qattn.operators.scaling import log_of_mass, shares
-from qattn.operators.sinkhorn import SinkhornResult, Solver, solve_potential
+from qattn.operators.sinkhorn import SinkhornResult, Solver, checked_potential, solve_potential
+from qattn.ranks import kind_of_rows
 
 __all__ = ["Diffusion", "Normalization", "diffuse", "diffusion"]
 
@@ -204,7 +205,7 @@ class Diffusion(_Operator):
 
     @property
     def converged(self) -> Any:
-        """Whether the tolerance was met, shape (*batch,); true for normalizations that do not iterate."""
+        """True where the tolerance was met, shape (*batch,), and for normalizations that do not iterate."""
         return self._given(self._result.converged)
 
     def kernel_error(self, num_rows: int = 256, seed: int = 0) -> Any:
@@ -342,11 +343,7 @@ class Diffusion(_Operator):
 
     def to_scipy(self, symmetric: bool = False) -> Any:
         """Return a SciPy `LinearOperator`: Q or, if `symmetric`, √w Q /√w with w = m e^{r−l} and the same spectrum."""
-        if len(self.shape) > 2:
-            raise ValueError(
-                f"`to_scipy` needs one cloud with one bandwidth; this operator has shape {tuple(self.shape)}. "
-                "Take one item first, as in `q[0].to_scipy()`."
-            )
+        _checks.one_item("to_scipy", self.shape, "q[0].to_scipy()")
         self.kernel.ranks.check_alone("to_scipy")
         from qattn._scipy import DiffusionOperator  # here, because SciPy is slow to import
 
@@ -381,7 +378,7 @@ class Diffusion(_Operator):
 
     def for_channels(self, num_channels: int) -> "Diffusion":
         """Return the same operator with the methods that are cheapest to apply repeatedly to many channels."""
-        if not isinstance(self.kernel, GaussianKernel):
+        if not isinstance(self.kernel, GaussianKernel | OrientedKernel):
             return self
         return replace(self, _kernel=self.kernel.for_channels(num_channels))
 
@@ -464,7 +461,8 @@ def diffusion(
             The error of row sums of a Gaussian kernel of points may be ten times that, and at most 1e-3.
         solver: Options of the Sinkhorn iteration and of its derivative.
         init: Potential to start from, for example that of a similar cloud.
-        **kernel: Further arguments of `GaussianKernel`, except `tol`: `method`, `backend`, `group`.
+        **kernel: Further arguments of `GaussianKernel`, except `tol`: `method`, `backend`, `group`. With `normals`
+            (*batch, N, d), the kernel is an `OrientedKernel`, which does not join sheets that lie close together.
 
     Examples:
         >>> q = diffusion(torch.randn(500, 3), sigma=0.5)
@@ -499,7 +497,7 @@ def diffuse(
         tol: Mass-weighted mean of |Q1 − 1| at which the normalization stops; see `diffusion`.
         solver: Options of the Sinkhorn iteration and of its derivative.
         init: Potential to start from.
-        **kernel: Further arguments of `GaussianKernel`, except `tol`.
+        **kernel: Further arguments of `GaussianKernel`, except `tol`; see `diffusion`.
 
     Returns:
         Q applied to the signal, a tensor, an array or a DTensor as `signal` is; and Q.
@@ -532,11 +530,11 @@ def _made(
         options["tol"] = min(10 * tol, _KERNEL_TOL) or _KERNEL_TOL
     k = as_kernel(points_or_kernel, sigma, **options)
     shared = {"`tol`": tol, "`solver`": solver, "`normalization`": normalization}
-    shared |= {"The shape of `mass`": _checks.kind_of_rows(mass, -1), "Whether there is `init`": init is not None}
+    shared |= {"The shape of `mass`": kind_of_rows(mass, -1), "Whether there is `init`": init is not None}
     k.ranks.agree("diffusion", k.device, shared | {"Whether there is a `signal`": signal is not None})
     _checks.one_of("normalization", normalization, ("sinkhorn", "row", "symmetric", "none"))
     m = mass_of(mass, k)
-    start = None if init is None else _checks.potential(init, k)
+    start = None if init is None else checked_potential(init, k)
     value = None if signal is None else _checks.signal(signal, k.shape, k.device, k.ranks)
     value = value[:, None] if value is not None and value.ndim == 1 else value
     is_numpy = not isinstance(points_or_kernel, (Kernel, Tensor))

@@ -41,9 +41,10 @@ def apply_and_sum(
 ) -> tuple[Tensor, Tensor]:
     """Apply as `apply` does, and also return the sums (*batch, N) of the operator's rows."""
     is_absent = right == -torch.inf
-    value = torch.where(is_absent[..., None], 0, value)
+    if value.device.type != "cpu" or is_absent.any():  # on a GPU, asking would wait for it
+        value = torch.where(is_absent[..., None], 0, value)
     dtype, has_gradient = value.dtype, needs_gradient(kernel, left, right)
-    constant: Tensor | float = 0.0
+    constant = None
     if has_gradient:  # gradients should not contain the rounding of averages to 16 bits
         value = value.to(torch.promote_types(dtype, kernel.dtype))
     if has_gradient and keeps_constants:
@@ -56,6 +57,8 @@ def apply_and_sum(
         exponent = torch.where(is_absent, 0, exponent)
     sums = torch.exp(exponent)
     factor = sums[..., None]
+    if constant is None:
+        return (factor * out).to(dtype), sums
     return (factor * out + factor.detach() * constant).to(dtype), sums
 
 

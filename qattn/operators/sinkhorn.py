@@ -21,10 +21,11 @@ from qattn._types import ArrayLike, MassLike
 from qattn._warning import warn_caller
 from qattn.kernels.base import Kernel
 from qattn.mass import mass_of
-from qattn.operators.adjoint import Chebyshev, implicit_potential
+from qattn.operators.potential_gradient import Chebyshev, implicit_potential
 from qattn.operators.scaling import apply, log_of_mass, needs_gradient, shares
+from qattn.ranks import kind_of_rows
 
-__all__ = ["SinkhornResult", "Solver", "sinkhorn", "solve_potential"]
+__all__ = ["SinkhornResult", "Solver", "checked_potential", "sinkhorn", "solve_potential"]
 
 _MIN_UNROLLED = 8  # passes that are differentiated, each of which divides the error of a gradient by about five
 _GAIN = 0.2  # factor by which a step reduces the error, about
@@ -114,11 +115,23 @@ def sinkhorn(
         (True, 5)
     """
     options = {"`tol`": tol, "`solver`": solver, "Whether there is `init`": init is not None}
-    kernel.ranks.agree("sinkhorn", kernel.device, options | {"The shape of `mass`": _checks.kind_of_rows(mass, -1)})
+    kernel.ranks.agree("sinkhorn", kernel.device, options | {"The shape of `mass`": kind_of_rows(mass, -1)})
     _checks.not_negative("tol", tol)
-    start = None if init is None else _checks.potential(init, kernel)
+    start = None if init is None else checked_potential(init, kernel)
     mass = mass_of(mass, kernel)
     return solve_potential(kernel, mass, tol, solver, start, None)[0]
+
+
+def checked_potential(numbers: ArrayLike, kernel: Kernel) -> Tensor:
+    """Convert an initial potential to a tensor (*batch, N), for a kernel of shape (*batch, N, N)."""
+    tensor = _checks.floating("init", kernel.ranks.local_part("init", numbers, -1)).to(kernel.device, kernel.dtype)
+    if tensor.shape != kernel.shape[:-1]:
+        raise ValueError(
+            f"`init` should have shape {tuple(kernel.shape[:-1])}, as a potential of the kernel has; "
+            f"got {_checks.shape_of(tensor)}."
+        )
+    _checks.finite("init", tensor, "Leave `init` out.")
+    return tensor
 
 
 def solve_potential(

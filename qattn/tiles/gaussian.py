@@ -10,7 +10,7 @@ from torch import Tensor
 from qattn.attended import Attended, Derivatives, PairSums, PairTerms
 from qattn.ranks import ALONE, Ranks
 from qattn.tiles.meanwhile import Loop
-from qattn.tiles.pairs import both_sides, rounds
+from qattn.tiles.pairs import both_sides, near_blocks, rounds
 from qattn.tiles.sizes import TILE
 from qattn.tiles.threads import chunks, even_chunks, share
 from qattn.tiles.tiling import FACTOR, Tiling, Weights
@@ -61,18 +61,45 @@ def attend(
         values = key.columns_of(v) if are_few else key.rows(v, -(-C // lanes) * lanes)
     lse, out = torch.empty(B, query.size, dtype=dtype), torch.empty(B, query.size, C, dtype=dtype)
 
-    cutoff = None
+    key_tiles, cutoff = _tiles_of_clouds(query, key, weights), None
+    rows: list[tuple[int, int]] = _chunks(key_tiles, is_limited=tol is not None)
     if tol is not None:
         by_value = None if value is None else key.weights(bias + excess(value, bias), weights.top)
         cutoff = _cutoff(query, key, scale, weights, tol, by_value)
     # Row sums above it are not affected by weights that count as 0.
     tiny = M * 2.0 ** simd.LOWEST[8 * dtype.itemsize] / torch.finfo(dtype).eps
-    key_tiles = _tiles_of_clouds(query, key, weights)
+    if cutoff is not None and value is None and query is key and _unrolled(query):
+        lse, rows = _sums_of_pairs(query, scale, weights, cutoff, tiny)
     tensors = query.points, query.order, scale, key.columns, weights.beta, weights.top, values, key_tiles
     arrays = [x.numpy() for x in tensors]
     run = partial(gaussian.attend_tiles, *arrays, cutoff, tiny, _unrolled(query), are_few, lse.numpy(), out.numpy())
-    share(run, _chunks(key_tiles, is_limited=tol is not None))
+    share(run, rows)
     return Attended(None if value is None else out.to(value.dtype), lse)
+
+
+def _sums_of_pairs(
+    cloud: Tiling, scale: Tensor, weights: Weights, cutoff: "GaussianCutoff", tiny: float
+) -> tuple[Tensor, list[tuple[int, int]]]:
+    """Compute lse (B, N) of clouds that attend to themselves, with one exponential for both rows of a pair of points.
+
+    Returns:
+        lse, and the ranges of tiles where it is not right, because sums of rows are too small.
+    """
+    from qattn.tiles.loops.gaussian import sum_tiles  # here, because importing Numba takes a while
+
+    scales = scale.repeat_interleave(cloud.tiles)[:, None]
+    powers = torch.exp2(weights.beta * scales)  # (B T, TILE)
+    rowwise, columnwise = torch.zeros_like(powers), torch.zeros_like(powers)
+    reach = both_sides(cloud, cloud, cutoff, cutoff)
+    arrays = [x.numpy() for x in (cloud.points, scale, cloud.columns, powers)]
+    run = partial(sum_tiles, *arrays, cutoff, reach, _unrolled(cloud), rowwise.numpy(), columnwise.numpy())
+    share(run, *rounds(cloud, cloud, near_blocks(cloud, cloud, scale, cutoff, reach), is_half=True))
+    sums = rowwise.add_(columnwise)
+    is_low = ~(sums >= tiny)
+    is_low.view(cloud.clouds, -1)[:, cloud.size :] = False  # the last tile is filled by points that do not count
+    low = is_low.any(1).nonzero()[:, 0].tolist()
+    lse = cloud.from_rows(sums.log_()[..., None])[..., 0].add_(weights.top)
+    return lse, [(tile, tile + 1) for tile in low]
 
 
 def differentiate(
@@ -121,7 +148,8 @@ def differentiate(
     arrays = [x.numpy() for x in (query.points, scale, shifts, rows, key.columns, weights.beta, columns)]
     results = [x.numpy() for x in (rowwise, columnwise, values)]
     run = partial(gaussian.differentiate_tiles, *arrays, cutoff, reach, terms.by_points, *results)
-    share(run, *rounds(query, key))
+    near = None if cutoff is None or reach is None else near_blocks(query, key, scale, cutoff, reach)
+    share(run, *rounds(query, key, near))
     total, first, second = query.from_rows(rowwise).split([1, D, 1], dim=-1)
     result = PairSums(Derivatives(total[..., 0], first, second[..., 0]))
     if by_column:

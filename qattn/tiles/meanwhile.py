@@ -1,11 +1,11 @@
 """The time until loops are compiled, in which torch computes: as long as the compiler would take, and no longer.
 
 On a new machine a few clouds are done before a compiler would be. However many there will be, the total is at most
-twice as long as if that were known.
+twice as long as if that were known. What another method takes longer than a loop would counts as well, so that no
+machine goes without compiled loops for ever.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -13,13 +13,13 @@ import torch
 from qattn.tiles.cache import is_compiled, remember
 from qattn.tiles.compiled import why_not_compiled
 
-__all__ = ["Loop", "at_once", "is_due", "seconds_to_compile"]
+__all__ = ["Loop", "compile_at_first_call", "forgo", "is_due", "patience"]
 
-patience = 1.0  # seconds that torch may take, per second that the compiler would
-# Seconds of the compiler on one core, about (benchmarks/cold_start.py).
+# Seconds of the compiler on one core, about (benchmarks/cold_start.py), which are as many as torch may take.
 _COMPILER = {
     "layout": 0.5, "sort": 3.0, "attend": 6.0, "attend near": 10.0, "differentiate": 4.0, "differentiate near": 6.0,
 }  # fmt: skip
+_MOST_DIMS = 5  # of a `Loop`, which stand for all larger ones
 _spent: dict["Loop", float] = {}  # seconds that torch has computed in place of loops
 
 
@@ -43,11 +43,11 @@ class Loop(NamedTuple):
         remember(self._task)
 
 
-def seconds_to_compile(loop: Loop) -> float:
-    """Estimate how long a loop is compiled before it first runs; 0 if it is compiled already, inf if it cannot be."""
+def patience(loop: Loop) -> float:
+    """Return for how many seconds to do without a loop; 0 if it is compiled or due, inf if it cannot be compiled."""
     if why_not_compiled():
         return torch.inf
-    return 0.0 if loop.is_compiled else patience * _COMPILER[loop.name]
+    return 0.0 if loop.is_compiled else max(0.0, _COMPILER[loop.name] - _spent.get(loop, 0.0))
 
 
 def is_due(loop: Loop, seconds: float) -> bool:
@@ -57,20 +57,19 @@ def is_due(loop: Loop, seconds: float) -> bool:
         loop: The loop.
         seconds: Estimate of how long torch takes for this call. If the loop is not due, they count as spent.
     """
-    most = seconds_to_compile(loop)
-    spent = _spent.get(loop, 0.0) + seconds
-    if most == 0.0 or spent > most:
+    left = patience(loop)
+    if left == 0.0 or seconds > left:
         return True
-    _spent[loop] = spent
+    forgo(loop, seconds)
     return False
 
 
-@contextmanager
-def at_once() -> Iterator[None]:
-    """Let loops be compiled when they are first called."""
-    global patience
-    before, patience = patience, 0.0
-    try:
-        yield
-    finally:
-        patience = before
+def forgo(loop: Loop, seconds: float) -> None:
+    """Count seconds that are spent because a loop is not compiled."""
+    _spent[loop] = _spent.get(loop, 0.0) + seconds
+
+
+def compile_at_first_call() -> None:
+    """Make all loops due, in this process."""
+    kinds = product(_COMPILER, (torch.float32, torch.float64), range(_MOST_DIMS + 1))
+    _spent.update((Loop(*kind), torch.inf) for kind in kinds)

@@ -186,6 +186,10 @@ class Tiling:
         starts = torch.tensor([0, *(level.shape[1] for level in levels)]).cumsum(0)
         return Tree(parts, torch.cat(levels, dim=1).contiguous(), starts)
 
+    def boxes(self, width: int) -> Tensor:
+        """Compute boxes (low, high) around blocks of so many tiles, (B, blocks, 2 D)."""
+        return _joined(self.tree.nodes[:, : self.tiles], width)
+
     def least_of_nodes(self, x: Tensor) -> Tensor:
         """Compute the least x over the tiles of each node, (B, T) to (B, nodes)."""
         levels = [x]

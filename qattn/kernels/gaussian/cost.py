@@ -9,6 +9,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from qattn.kernels.gaussian import calibration, exact_rows, fourier
 from qattn.kernels.gaussian.prepared import PreparedPoints
 from qattn.tiles import gaussian, plain
 from qattn.tiles.compiled import why_not_compiled
-from qattn.tiles.meanwhile import seconds_to_compile
+from qattn.tiles.meanwhile import Loop, forgo, patience
 from qattn.tiles.sizes import TILE
 
 __all__ = ["METHODS", "Choice", "Workload", "choose", "is_known"]
@@ -116,16 +117,19 @@ def choose(
     num_keys, clouds = sum(points.keys), points.batch.numel()
     N, M = max(1, sum(points.queries) // ranks.size), num_keys // ranks.size
     pairs = N * num_keys * clouds
-    costs, origin = _costs(points)
+    costs, origin = _costs(points, is_measured=pairs > _FEW_PAIRS)
     threads = torch.get_num_threads() if device.type == "cpu" else 1
     threads = -int(ranks.maximum(torch.tensor(-threads, device=device)))
+
+    compiled: dict[str, tuple[float, Loop]] = {}  # what passes would take by loops for which one waits
 
     def until_compiled(method: str, seconds: float, by_torch: float) -> float:
         """Return the seconds per pass on this machine, where torch may serve until loops are compiled."""
         if device.type != "cpu" or why_not_compiled() or pairs > _WORTH_COMPILING:
             return seconds
-        waiting = seconds_to_compile(gaussian.loop_of(_LOOPS[method], points.clouds[1].dtype, points.dims))
-        return min(seconds + waiting / workload.passes(method), by_torch)
+        loop = gaussian.loop_of(_LOOPS[method], points.clouds[1].dtype, points.dims)
+        compiled[method] = workload.passes(method) * seconds, loop
+        return min(seconds + patience(loop) / workload.passes(method), by_torch)
 
     seconds = {
         "exact": until_compiled("exact", 1e-9 * costs.pair * pairs / threads, plain.seconds_for(pairs, points.dims))
@@ -137,11 +141,19 @@ def choose(
 
     if not refusals["fourier"]:
         extent = (points.extent / sigma).tolist()
-        error = fourier.first_error(tol, _least_sum(points, sigma), math.sqrt(num_keys))
-        shape = fourier.modes(extent, error)
-        count, limit = math.prod(shape), fourier.most_modes(N + M)
+        limit = fourier.most_modes(N + M)
+
+        def grid(least_sum: float) -> tuple[float, list[int], int]:
+            """Error, modes along each axis and their number, if rows of the kernel sum to this at least."""
+            error = fourier.first_error(tol, least_sum, math.sqrt(num_keys))
+            shape = fourier.modes(extent, error)
+            return error, shape, math.prod(shape)
+
+        error, shape, count = grid(num_keys)  # no row sums to more
+        if count <= limit:
+            error, shape, count = grid(_least_sum(points, sigma))
         if count > limit:
-            notes["fourier"] = f"{count:.1e} modes, more than {limit:.1e}"
+            notes["fourier"] = f"at least {count:.1e} modes, more than {limit:.1e}"
         else:
             taps = costs.tap * max(2, round(-math.log10(10 * error)) + 1) ** len(shape)
             cost = (taps + costs.fourier_point) * 0.5 * (N + M) + costs.mode * count
@@ -168,16 +180,19 @@ def choose(
             seconds["tiles"] = until_compiled("tiles", by_loops, by_torch)
             notes["tiles"] = f"{near / pairs:.1e} of all pairs, {_per_pass(seconds['tiles'])}"
     best = min(seconds, key=lambda name: workload.passes(name) * seconds[name])
+    if compiled and best not in compiled:
+        least, loop = min(compiled.values(), key=itemgetter(0))
+        forgo(loop, max(0.0, workload.passes(best) * seconds[best] - least))
     # The same on all ranks, whose estimates may differ by rounding.
     best = METHODS[int(ranks.maximum(torch.tensor(METHODS.index(best), device=device)))]
     return Choice(best, {name: notes[name] for name in METHODS if name in notes}, seconds)
 
 
-def _costs(points: PreparedPoints) -> tuple[_Costs, str]:
-    """Return costs that are the same on all ranks, and a note on their origin."""
+def _costs(points: PreparedPoints, is_measured: bool) -> tuple[_Costs, str]:
+    """Return costs that are the same on all ranks, and a note on their origin; on a GPU those that are measured."""
     device = points.device
     costs = _COSTS.get(device.type, _COSTS["cpu"])
-    if device.type != "cuda":
+    if device.type != "cuda" or not is_measured:
         return costs, ""
     found = calibration.rates(device)
     estimates = costs.pair, costs.comparison, costs.tiled_point, costs.call["tiles"]

@@ -14,14 +14,14 @@ from qattn.attention.batched import attend_batched
 from qattn.attention.dispatch import Dispatch
 from qattn.attention.score import Score, gaussian
 from qattn.distributed.group import Group, GroupLike
-from qattn.kernels.base import Kernel, PointKernel
+from qattn.kernels.base import PointKernel
 from qattn.kernels.gaussian import exact_rows
 from qattn.kernels.gaussian.cost import Choice, Workload
 from qattn.kernels.gaussian.plan import Plan
 from qattn.kernels.gaussian.prepared import PreparedPoints, with_heads
-from qattn.ranks import Ranks
+from qattn.ranks import Ranks, kind_of_rows
 
-__all__ = ["GaussianKernel", "MethodName", "as_kernel", "describe_sigma"]
+__all__ = ["GaussianKernel", "MethodName", "describe_sigma"]
 
 MethodName = Literal["auto", "exact", "tiles", "fourier"]
 
@@ -86,9 +86,7 @@ class GaussianKernel(PointKernel):
             "`method`": self._method,
             "`tol`": float(self._tol),
             "`backend`": self._backend,
-            "The shape of `points`, (*batch, n, d) and with n = 0 where there are none,": _checks.kind_of_rows(
-                points, -2
-            ),
+            "The shape of `points`, (*batch, n, d) and with n = 0 where there are none,": kind_of_rows(points, -2),
             "The dtype of `points`": points.dtype,
             "Whether `sigma` has a gradient": by_sigma,
         }
@@ -220,6 +218,13 @@ class GaussianKernel(PointKernel):
         """Return the same kernel with the preparation, such as the order, of another kernel of the same points."""
         return self._replanned(_prepared=other._prepared)
 
+    def ordered_like(self, other: "GaussianKernel") -> "GaussianKernel":
+        """Return the same kernel, whose points are sorted in the order of those of another kernel, one by one.
+
+        Tiles of points with many coordinates are then compact in those of the other kernel, and are sorted only once.
+        """
+        return self._replanned(_prepared=self._prepared.ordered_like(other._prepared))
+
     def like(self, points: Tensor, sigma: float) -> "GaussianKernel":
         """Return a Gaussian kernel of other points (N, d) on the same ranks."""
         return GaussianKernel(points, sigma, group=self._ranks)
@@ -277,6 +282,10 @@ class GaussianKernel(PointKernel):
             )
 
     def exact_lse(self, rows: Tensor, bias: Tensor, score: Score = gaussian) -> Tensor:
+        return self.exact_attend(rows, bias, None, score).lse
+
+    def exact_attend(self, rows: Tensor, bias: Tensor, value: Tensor | None, score: Score = gaussian) -> Attended:
+        """Attend from a few rows (n,) to all sites, as `exact_lse`."""
         # In plain torch, which shares no code with the method that it checks; if sharded, where ranks can communicate.
         device = torch.device("cpu") if self._ranks.is_alone else self.device
         sigma, bias, points, targets = (
@@ -286,23 +295,19 @@ class GaussianKernel(PointKernel):
         query, key = (with_heads(self._prepared.located(x), sigma) for x in (targets[..., rows.to(device), :], points))
         query, key = (x.expand(*batch, -1, -1).reshape(batch.numel(), *x.shape[-2:]) for x in (query, key))
         bias = bias.expand(*batch, -1).reshape(batch.numel(), bias.shape[-1])
-        clouds = zip(query, key, sigma.expand(batch).reshape(-1), bias, strict=True)
-        lse = [exact_rows.attend(self._ranks, q, k, s, None, b, "reference", score).lse for q, k, s, b in clouds]
-        return torch.stack(lse).reshape(*batch, len(rows)).cpu()
+        values: list[Tensor | None] = [None] * batch.numel()
+        if value is not None:
+            value = value.detach().to(device, torch.float64)
+            values = list(value.expand(*batch, -1, -1).reshape(batch.numel(), *value.shape[-2:]))
+        clouds = zip(query, key, sigma.expand(batch).reshape(-1), values, bias, strict=True)
+        found = [exact_rows.attend(self._ranks, *cloud, "reference", score) for cloud in clouds]
+        lse = torch.stack([one.lse for one in found]).reshape(*batch, len(rows)).cpu()
+        if value is None:
+            return Attended(None, lse)
+        out = torch.stack([one.out for one in found if one.out is not None])
+        return Attended(out.reshape(*batch, len(rows), value.shape[-1]).cpu(), lse)
 
 
 def describe_sigma(sigma: Tensor) -> str:
     """Describe a bandwidth, for `repr`."""
     return f"{float(sigma.detach()):g}" if sigma.ndim == 0 else f"{len(sigma)} bandwidths"
-
-
-def as_kernel(points_or_kernel: ArrayLike | Kernel, sigma: ArrayLike | None, **options: Any) -> Kernel:
-    """Return a kernel unchanged, or make the Gaussian kernel of points with a bandwidth."""
-    if isinstance(points_or_kernel, Kernel):
-        if sigma is not None or options:
-            extra = ", ".join(f"`{name}`" for name in ["sigma"] * (sigma is not None) + list(options))
-            raise ValueError(f"{extra} should not be given with a kernel. Set them when making the kernel.")
-        return points_or_kernel
-    if sigma is None:
-        raise ValueError("`sigma` should be given with points: the bandwidth, in units of the points.")
-    return GaussianKernel(points_or_kernel, sigma, **options)

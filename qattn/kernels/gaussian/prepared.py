@@ -1,5 +1,6 @@
 """Points of a Gaussian kernel, prepared once for all bandwidths: sorted into tiles, relative to a common origin."""
 
+import copy
 from functools import cached_property
 
 import torch
@@ -39,6 +40,7 @@ class PreparedPoints:
 
     def __init__(self, targets: Tensor, points: Tensor, ranks: Ranks) -> None:
         self.is_self, self.ranks = targets is points, ranks
+        self._ordered_like: PreparedPoints | None = None
         self._targets, self._points = targets.detach(), points.detach()
         self.batch = broadcast_shapes(targets.shape[:-2], points.shape[:-2])
         self.dims, self.dtype, self.device = points.shape[-1], points.dtype, points.device
@@ -59,6 +61,18 @@ class PreparedPoints:
         """Shift positions to the origin that all ranks share; local points are not shifted."""
         return x if self.origin is None else x - self.origin.to(x)
 
+    def ordered_like(self, other: "PreparedPoints") -> "PreparedPoints":
+        """Return the same points, to be sorted in the order of others, one by one, whose batch (*batch,) may lack axes.
+
+        Args:
+            other: As many points, of a cloud that attends to itself, such as positions without further coordinates.
+        """
+        result = copy.copy(self)
+        for name in ("_orders", "_sorted"):
+            result.__dict__.pop(name, None)
+        result._ordered_like = other._ordered_like or other  # of which the others need not be kept
+        return result
+
     @cached_property
     def clouds(self) -> tuple[Tensor, Tensor]:
         """Targets (*batch, N, d) and points (*batch, M, d), in float32 or float64; one object if they are the same."""
@@ -78,6 +92,11 @@ class PreparedPoints:
     @cached_property
     def _orders(self) -> tuple[Tensor, Tensor]:
         """Orders of the targets and of the points, (*batch, N) and (*batch, M)."""
+        if self._ordered_like is not None:
+            order = self._ordered_like._orders[1]
+            missing = (1,) * (len(self.batch) + 1 - order.ndim)  # heads, and nothing else
+            order = order.reshape(*order.shape[:-1], *missing, order.shape[-1]).expand(*self.batch, -1)
+            return order, order
         targets, points = self.clouds
         of_points = kd_order(_flat(points, 2).cpu()).reshape(points.shape[:-1])
         return of_points if self.is_self else kd_order(_flat(targets, 2).cpu()).reshape(targets.shape[:-1]), of_points

@@ -18,7 +18,7 @@ from qattn.attention.triton import is_lift_exact
 from qattn.lift import Extent
 from qattn.tiles import device, gaussian, plain
 from qattn.tiles.device import Cutoff, DeviceTiling
-from qattn.tiles.meanwhile import Loop, is_due, seconds_to_compile
+from qattn.tiles.meanwhile import Loop, is_due, patience
 from qattn.tiles.sizes import TILE
 from qattn.tiles.tiling import Tiling
 
@@ -140,7 +140,7 @@ class Tiles(Engine, Fused):
     def _is_due(self, inputs: Inputs, name: str, passes: float) -> bool:
         """Return whether to call the loops instead of so many passes of plain torch; always if they were asked for."""
         loop = _loop(inputs, name)
-        if self._backend == "native" or seconds_to_compile(loop) == 0:
+        if self._backend == "native" or patience(loop) == 0:
             return True
         query, key = self._query.tiling(inputs.dtype), self._key.tiling(inputs.dtype)
         num_tiles, _ = plain.count_near(query, key, inputs.sigma, inputs.tol, _SAMPLE)

@@ -34,6 +34,7 @@ from qattn.tiles.loops.simd import (
     minus_square,
     multiply,
     multiply_add,
+    multiply_add_registers,
     multiply_add_rows,
     splat,
     splat_few,
@@ -47,9 +48,10 @@ from qattn.tiles.loops.simd import (
 )
 from qattn.tiles.sizes import PART, TILE
 
-__all__ = ["attend_tiles", "differentiate_tiles"]
+__all__ = ["attend_tiles", "differentiate_tiles", "sum_tiles"]
 
 _LOG_2 = math.log(2)
+_AT_ONCE = 32  # parts of keys whose weights are kept, in the first level of the cache
 
 
 # Tiles of keys are passed as an index t, not as slices: Numba would count references to those, each at the cost of a
@@ -171,13 +173,47 @@ def _add_near(query, tile, shift, scale, keys, beta, values, few, tiles, cutoff,
     sums[:] = 0
     out[:] = 0
     for p in range(PARTS):
-        first = p * PART
-        for n in range(near_parts(tile * PARTS + p, tiles, cutoff, least, near)):
+        first, count = p * PART, near_parts(tile * PARTS + p, tiles, cutoff, least, near)
+        if few and len(dims) > 0:
+            for i in range(first, first + PART, ROWS):
+                for n in range(0, count, _AT_ONCE):
+                    some = near[n : min(n + _AT_ONCE, count)]
+                    _add_near_rows(query, i, shift, scale, keys, beta, values, some, dims, sums, out, weights)
+            continue
+        for n in range(count):
             t, begin = near[n] // PARTS, near[n] % PARTS * PART
             end = begin + PART
             _add_keys(
                 query, first, PART, shift, scale, keys, beta, values, few, t, begin, end, dims, sums, out, weights
             )
+
+
+@njit(forceinline=True)
+def _add_near_rows(query, first, shift, scale, keys, beta, values, near, dims, sums, out, weights):
+    """Add the weights of parts of key tiles to ROWS rows of sums, and few channels of weighted values to out.
+
+    weights (ROWS, PART · len(near)) is a buffer. With all weights of a row at hand, each sum stays in a register.
+    """
+    width, channels, factor = lanes(sums), values.shape[1], splat(scale)
+    stride = PART * len(near)
+    for r in range(ROWS):
+        i = first + r
+        total = load(sums, i * width)
+        for n in range(len(near)):
+            t, begin = near[n] // PARTS, near[n] % PARTS * PART
+            for j in range(0, PART, width):
+                weight = exp2_of_product(factor, _exponent(query, i, shift, keys, beta, t, begin + j, dims))
+                total = add(total, weight)
+                store(weights, r * stride + n * PART + j, weight)
+        store(sums, i * width, total)
+    for c in range(channels):
+        rows = zero_rows(out)
+        for n in range(len(near)):
+            t, begin = near[n] // PARTS, near[n] % PARTS * PART
+            for j in range(0, PART, width):
+                value = load(values, (t * channels + c) * TILE + begin + j)
+                rows = multiply_add_registers(rows, weights, n * PART + j, stride, value)
+        add_rows(out, (first * channels + c) * width, channels * width, rows)
 
 
 @njit(forceinline=True)
@@ -201,7 +237,7 @@ def attend_tiles(
     to the compiler, or empty.
     """
     sums = _aligned(TILE * lanes(query), query.dtype).reshape(TILE, lanes(query))
-    weights = _aligned(ROWS * TILE, query.dtype).reshape(ROWS, TILE)
+    weights = _aligned(ROWS * PART * _AT_ONCE, query.dtype).reshape(ROWS, PART * _AT_ONCE)
     shift, total = np.empty(TILE, query.dtype), np.empty(TILE, query.dtype)
     channels = out.shape[2] * lanes(query) if few else values.shape[2]
     o = _aligned(TILE * channels, query.dtype).reshape(TILE, channels)
@@ -245,6 +281,56 @@ def attend_tiles(
             for c in range(out.shape[2]):
                 product = sum_of(load(o, i * channels + c * lanes(o))) if few else o[i, c]
                 out[cloud, row, c] = product / norm
+
+
+@njit(forceinline=True)
+def _add_both_sides(query, tile, first, factor, keys, weights, t, begin, is_own, dims, rowwise, columnwise):
+    """Add 2^(−c ‖q_i − k_j‖²) times weights, of a part of the queries and one of the keys, to the sums of both.
+
+    rowwise (PART, lanes) has those over keys, lane by lane, and columnwise (S, TILE) those over queries. A part and
+    itself count once, in rowwise.
+    """
+    d, width, zero = len(dims), lanes(rowwise), query.dtype.type(0)
+    for j in range(begin, begin + PART, width):
+        weight, total = load(weights, t * TILE + j), load(columnwise, t * TILE + j)
+        for i in range(PART):
+            s = splat(zero)
+            for c in range(d):
+                s = minus_square(s, load(keys, (t * d + c) * TILE + j), splat(query[tile, first + i, c]))
+            power = exp2_of_product(factor, s)
+            store(rowwise, i * width, multiply_add(power, weight, load(rowwise, i * width)))
+            total = multiply_add(power, splat(weights[tile, first + i]), total)
+        if not is_own:
+            store(columnwise, t * TILE + j, total)
+
+
+@compiled
+def sum_tiles(query, scales, keys, weights, cutoff, reach, dims, rowwise, columnwise, begin, end, first, last):
+    """Add Σ_j 2^(−c ‖x_i − x_j‖²) w_j over pairs of the tiles begin … end − 1 and first … last − 1, each taken once.
+
+    Both ranges are nodes of the tree of one cloud that attends to itself: the same one, or two without a common tile.
+    The sums of the first range are in rowwise (T, TILE), and those of the second in columnwise (T, TILE). The same
+    points are query (T, TILE, d) and keys (T, d, TILE), with weights w (T, TILE). `dims` has d > 0 items.
+    """
+    width = lanes(query)
+    sums = _aligned(PART * width, query.dtype).reshape(PART, width)
+    seen, near = np.empty(last - first, np.int64), np.empty(PARTS * (last - first), np.int64)
+    for tile in range(begin, end):
+        factor = splat(scales[tile * len(scales) // len(query)])
+        count = 0
+        for n in range(tiles_in_reach(tile, cutoff, reach, first, last, seen)):
+            seen[count] = seen[n]
+            count += begin != first or seen[n] >= tile
+        for part in range(tile * PARTS, (tile + 1) * PARTS):
+            num_parts = parts_in_reach(part, seen[:count], cutoff, reach, near)
+            start = part % PARTS * PART
+            sums[:] = 0
+            for n in range(num_parts):
+                t, place, is_own = near[n] // PARTS, near[n] % PARTS * PART, near[n] == part
+                if near[n] >= part or begin != first:
+                    _add_both_sides(query, tile, start, factor, keys, weights, t, place, is_own, dims, sums, columnwise)
+            for i in range(PART):
+                rowwise[tile, start + i] += sum_of(load(sums, i * width))
 
 
 @njit(forceinline=True)

@@ -344,6 +344,23 @@ def multiply_add_rows(_, rows, array, offset, stride, register):
 
 
 @intrinsic
+def multiply_add_registers(_, rows, array, offset, stride, register):
+    """Compute rows[r] + w_r · register for each row, where w_r is the register at offset + r·stride."""
+    float_type = _FLOATS[array.dtype]
+
+    def emit(context, builder, signature, arguments):
+        result = []
+        position = arguments[2]
+        for row in cgutils.unpack_tuple(builder, arguments[0], ROWS):
+            weight = _load(context, builder, float_type, signature.args[1], arguments[1], position)
+            result.append(_fma(builder, float_type, weight, arguments[4], row))
+            position = builder.add(position, arguments[3])
+        return context.make_tuple(builder, rows, result)
+
+    return rows(rows, array, types.intp, types.intp, register), emit
+
+
+@intrinsic
 def add_squares_rows(_, rows, array, offset, stride, register):
     """Compute rows[r] + (register − array[offset + r·stride])² for each row, one step of squared distances."""
     float_type = _FLOATS[array.dtype]
