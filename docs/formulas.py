@@ -1,7 +1,8 @@
 """Formulas of pages and docstrings, which are plain Unicode in their sources, as MathML in the site.
 
-An indented block with characters beyond ASCII is a formula; code has fences, and commands are ASCII. Browsers lay
-MathML out by themselves, so that nothing is fetched or computed when a page is read.
+An indented block with characters beyond ASCII is a formula; code has fences, and commands are ASCII. Within text, a
+letter with a script is one: x_i, e^{−t}. Browsers lay MathML out by themselves, so that nothing is fetched or computed
+when a page is read.
 """
 
 import html
@@ -23,6 +24,12 @@ _TOKEN = re.compile(
     rf"|(?P<letter>{_LETTER})|(?P<sub>_(?:(?:{_SCRIPT})+'?))|(?P<sup>\^(?:{_SCRIPT}))"
     rf"|(?P<raised>[{''.join(_RAISED)}]+)|(?P<space> +)|(?P<other>.)"
 )
+_SUB = r"_(?:\{[^}]*\}|[^\W_]{1,2}(?!\w)|[^\W_](?=\^))"
+_SUP = r"\^(?:\{[^}]*\}|[^\W_](?![\w.]))"
+_INLINE = re.compile(rf"(?<![\w/.^])(?:out|lse|{_LETTER})(?:{_SUB}(?:{_SUP})?|{_SUP})")
+_TEXT = re.compile(
+    r"(<(?:pre|code|math|script|style|svg)\b.*?</(?:pre|code|math|script|style|svg)>|<[^>]*>)", re.DOTALL
+)
 Atom = tuple[str, str]  # kind and MathML
 
 
@@ -36,7 +43,9 @@ def on_page_content(content: str, **_: Any) -> str:
         lines = ["".join(map(formula, re.split(" {3,}", line.strip()))) for line in text.strip("\n").splitlines()]
         return "".join(f'<div class="formula">{line}</div>' for line in lines)
 
-    return _BLOCK.sub(block, content)
+    parts = _TEXT.split(_BLOCK.sub(block, content))  # text, tag, text, …
+    parts[::2] = [_INLINE.sub(lambda match: f"<math>{row(match[0])}</math>", text) for text in parts[::2]]
+    return "".join(parts)
 
 
 def formula(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Draw the import graph of qattn by tiers: `python docs/import_graph.py` writes docs/images/import_graph.png.
+"""Draw the import graph of qattn by tiers, to docs/images/import_graph.png: `python docs/import_graph.py [PATH]`.
 
 Tiers and imports are read by the code of tests/test_package.py, which also tests that imports go down. Within a tier,
 packages stand above those that they import, so that every arrow points down. Line widths grow with the number of
@@ -7,6 +7,7 @@ imports. Imports of the foundation, which every tier has, are summed up on the r
 
 import math
 import runpy
+import sys
 import textwrap
 from collections import Counter
 from pathlib import Path
@@ -79,8 +80,9 @@ def draw_arrow(axis: Axes, start: FancyBboxPatch, end: FancyBboxPatch, count: in
     axis.add_patch(FancyArrowPatch(**ends, **style, color=color, alpha=0.8, zorder=2))
 
 
-def main() -> None:
+def main(target: Path) -> None:
     """Read the tiers, draw them from the lowest up, and write the picture."""
+    sys.path.insert(0, str(ROOT / "tests"))  # of which test_package.py imports a module
     read = runpy.run_path(str(ROOT / "tests" / "test_package.py"))
     tiers, files, imports = read["TIERS"], read["MODULES"], read["imports"]
     modules = sorted(filter(None, files))
@@ -132,10 +134,9 @@ def main() -> None:
     height = bottom - TIERS + 0.7
     axis.set(xlim=(0, WIDTH), ylim=(0, height))
     picture.set_size_inches(UNIT * WIDTH, UNIT * height)
-    target = ROOT / "docs" / "images" / "import_graph.png"
     picture.savefig(target, dpi=DPI)
-    print(f"wrote {target.relative_to(ROOT)}")
+    print(f"wrote {target}")
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs" / "images" / "import_graph.png")

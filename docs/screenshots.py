@@ -11,6 +11,7 @@ from pathlib import Path
 
 from PIL import Image
 from selenium import webdriver
+from selenium.webdriver.common.actions.action_builder import ActionBuilder
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
@@ -39,6 +40,9 @@ def wait_for(browser: webdriver.Chrome, sign: str) -> None:
         if time.monotonic() > end:
             raise SystemExit(f"{sign!r} was not shown")
         time.sleep(0.2)
+    pointer = ActionBuilder(browser)
+    pointer.pointer_action.move_to_location(5, 5)  # away from hints
+    pointer.perform()
     time.sleep(2.0)  # until it is drawn
 
 

@@ -2,6 +2,8 @@
 
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +27,13 @@ OTHERS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/pap
 GENERATED = ("index.md", "paper.md", "benchmarks.md", "contributing.md", "changelog.md")  # by docs/readme.py
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
+
+
+@pytest.mark.slow
+def test_the_import_graph_is_drawn(tmp_path):
+    target = tmp_path / "graph.png"
+    subprocess.run([sys.executable, str(ROOT / "docs" / "import_graph.py"), str(target)], check=True)
+    assert pyplot.imread(target).shape[0] > 1000
 
 
 @pytest.mark.parametrize(

@@ -56,12 +56,14 @@ def test_links_lead_to_files_and_anchors(pages):
 
 
 def test_formulas_are_typeset(pages):
-    """No block in plain Unicode is left, and formulas are well formed, with scripts instead of their signs."""
+    """No formula in plain Unicode is left, and formulas are well formed, with scripts instead of their signs."""
     typeset = {}
     for page in pages:
         text = page.read_text(encoding="utf-8")
         for block in re.findall(r'<div class="language-output highlight">(.*?)</div>', text, re.DOTALL):
             assert html.unescape(block).isascii(), f"{page.name}: {block}"
+        outside = re.sub(r"<(pre|code|math|script|style|svg)\b.*?</\1>|<[^>]*>", " ", text, flags=re.DOTALL)
+        assert not (found := re.findall(r"(?<![\w/.])\w[_^]\w{1,2}(?!\w)", outside)), f"{page.name}: {found}"
         typeset[page.parent.name, page.stem] = formulas = re.findall(r"<math.*?</math>", text)
         for formula in formulas:
             letters = "".join(ElementTree.fromstring(formula.replace("&nbsp;", " ")).itertext())
@@ -117,10 +119,11 @@ def test_scripts_of_formulas_are_small_and_low(pages, browser):
     """Browsers that do not know MathML would show s_ij in one line."""
     browser.get(next(page for page in pages if page.stem == "mathematics").as_uri())
     places = """return [...document.querySelectorAll("msub")].map(e => [...e.children].map(
-        c => [parseFloat(getComputedStyle(c).fontSize), c.getBoundingClientRect().bottom]))"""
-    for (size, bottom), (script_size, script_bottom) in browser.execute_script(places):
+        c => [parseFloat(getComputedStyle(c).fontSize), c.getBoundingClientRect()]))
+        .map(e => e.map(([size, box]) => [size, (box.top + box.bottom) / 2]))"""
+    for (size, middle), (script_size, script_middle) in browser.execute_script(places):
         assert 0 < script_size < size
-        assert script_bottom > bottom
+        assert script_middle > middle
 
 
 @in_chromium

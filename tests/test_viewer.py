@@ -298,6 +298,21 @@ class TestInChromium:
         assert num_colored(around) > 0
         assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
 
+    def test_a_bandwidth_is_written_as_on_the_command_line(self, browser, viewer):
+        from selenium.webdriver.common.keys import Keys
+
+        page = viewer.pages[opened(browser, viewer)]
+        fields = browser.find_elements("css selector", "input")
+        field = next(field for field in fields if field.get_attribute("value") == page._sigma.value)
+        for text_of_sigma, shown in (("2%", "2.00% of the extent"), ("3y", "got '3y'"), ("3x", "(3 spacings")):
+            field.send_keys(Keys.CONTROL, "a")
+            field.send_keys(text_of_sigma)
+            until(lambda shown=shown: shown in text(browser))
+        assert page._slider.value == pytest.approx(math.log2(3), abs=0.03)
+        browser.find_elements("css selector", "[role=slider]")[0].send_keys(Keys.HOME)
+        until(lambda: "(0.5 spacings" in text(browser))
+        assert field.get_attribute("value") == "0.5x"
+
     def test_a_bad_file_shows_its_sentence_and_a_good_one_opens(self, browser, viewer, tmp_path):
         number = opened(browser, viewer)
         bad, good = tmp_path / "bad.ply", tmp_path / "good.ply"

@@ -32,8 +32,10 @@ class Block(nn.Module):
 
     def __init__(self, channels, is_diffusing):
         super().__init__()
-        self.attention = QAttention(channels, num_heads=4, sigma_range=(0.05, 0.5)) if is_diffusing else None
-        self.mlp = nn.Sequential(nn.Linear(2 * channels, channels), nn.ReLU(), nn.Linear(channels, channels))
+        options = {"num_heads": 4, "sigma_range": (0.05, 0.5)}
+        self.attention = QAttention(channels, **options) if is_diffusing else None
+        layers = nn.Linear(2 * channels, channels), nn.ReLU(), nn.Linear(channels, channels)
+        self.mlp = nn.Sequential(*layers)
 
     def forward(self, features, points):
         spread = features if self.attention is None else self.attention(features, points)
@@ -101,7 +103,8 @@ plt.show()
 
 # %%
 for number, block in enumerate(networks["with diffusion"][0].blocks):
-    print(f"block {number}: σ =", *(f"{sigma:.3f}" for sigma in block.attention.diffusion.sigma.tolist()))
+    sigmas = block.attention.diffusion.sigma.tolist()
+    print(f"block {number}: σ =", *(f"{sigma:.3f}" for sigma in sigmas))
 
 # %% [markdown]
 # Ready-made blocks and networks, padded and packed batches, and attention whose weights are Q are on [the page on

@@ -19,9 +19,8 @@ second = shapes.posed(rest, seed=3)
 q, p = (qattn.diffusion(x, sigma=3 * float(bandwidths.spacing(x)), tol=1e-5) for x in (first, second))
 a, b = qattn.eigsh(q, k=40), qattn.eigsh(p, k=40)
 
-ends = torch.tensor(  # nose, tail, four feet
-    [[1.0, 0.4, 0], [-0.8, 0.7, 0], [0.4, -0.7, 0.2], [0.4, -0.7, -0.2], [-0.5, -0.7, 0.2], [-0.5, -0.7, -0.2]]
-)
+feet = [[x, -0.7, z] for x in (0.4, -0.5) for z in (0.2, -0.2)]
+ends = torch.tensor([[1.0, 0.4, 0], [-0.8, 0.7, 0], *feet])  # nose, tail, four feet
 
 
 def heat_from(operator, landmarks):
@@ -34,11 +33,12 @@ def heat_from(operator, landmarks):
 source = heat_from(q, torch.cdist(ends, first).argmin(1))  # (4000, 12)
 target = heat_from(p, torch.cdist(ends, rest).argmin(1))  # (3000, 12)
 C = qattn.maps.fit_functional_map(a, b, source, target)  # (40, 40)
-C, index = qattn.maps.zoomout(a, b, C, start=10, stop=40, step=5)  # for each of the 3000 points, one of the 4000
+C, index = qattn.maps.zoomout(a, b, C, start=10, stop=40, step=5)  # (3000,), points of the first shape
 
 colors = (first - first.amin(0)) / (first.amax(0) - first.amin(0)) * 0.85 + 0.1
-picture, axes = plt.subplots(1, 2, figsize=(13, 4.4), layout="constrained")
-for axis, title, cloud, shades in zip(axes, ("first", "second"), (first, second), (colors, colors[index])):
+picture, axes = plt.subplots(1, 2, figsize=(12, 4.2), layout="constrained")
+pairs = {"first": (first, colors), "second": (second, colors[index])}
+for axis, (title, (cloud, shades)) in zip(axes, pairs.items()):
     view, _ = camera_view(cloud, cloud)
     scatter(axis, view, facing_normals(view), shades, size=130, title=title)
 
@@ -52,7 +52,8 @@ initial = qattn.maps.point_map(a, b, qattn.maps.fit_functional_map(a, b, source,
 picture, axis = plt.subplots(figsize=(8, 3.2), layout="constrained")
 for name, match in {"functional map": initial, "with ZoomOut": index}.items():
     errors = (first[match] - rest).norm(dim=-1)
-    axis.plot(errors.sort().values, torch.linspace(0, 100, len(errors)), label=f"{name}, mean {errors.mean():.3f}")
+    label = f"{name}, mean {errors.mean():.3f}"
+    axis.plot(errors.sort().values, torch.linspace(0, 100, len(errors)), label=label)
 axis.set_xlim(0, 0.4)
 axis.set_xlabel("error")
 axis.set_ylabel("% of the points")

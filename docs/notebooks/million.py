@@ -2,7 +2,8 @@
 # # A million points
 #
 # Normalizing a million points and applying their diffusion takes seconds on two cores of a CPU, and no matrix of
-# pairs is formed.
+# pairs is formed. The first of them waits some ten seconds for the compiler if loops are not compiled on this machine
+# yet; `qattn warm` compiles them beforehand.
 
 # %% alt="Noise on a million points of a bumpy planet, and the same noise diffused with three bandwidths"
 import time
@@ -13,8 +14,6 @@ import torch
 import qattn
 from qattn import shapes
 from qattn.pictures import heat, render, show, signed
-
-qattn.diffusion(shapes.creature(20_000)[0], sigma=0.02) @ torch.randn(20_000, 2)  # compiles the loops, once per machine
 
 directions = shapes.sphere(1_000_000)
 points = directions * (1 + 0.08 * torch.sin(7 * directions).prod(dim=1, keepdim=True))
@@ -29,14 +28,15 @@ for sigma in (0.01, 0.05, 0.25):
     runs[sigma] = time.perf_counter() - start, q
     panels[f"σ = {sigma}"] = smooth[:, 0]
 
-picture, axes = plt.subplots(1, 4, figsize=(16, 4.2), layout="constrained")
+picture, axes = plt.subplots(1, 4, figsize=(14, 3.8), layout="constrained")
 for axis, (title, signal) in zip(axes, panels.items()):
     show(axis, render(points, directions, signed(signal)), title)
 
 # %%
 for sigma, (seconds, q) in runs.items():
     error = float(q.kernel_error(num_rows=16))  # against exact sums over a million points
-    print(f"σ = {sigma:<5} {seconds:5.1f} s, {int(q.num_iter)} passes, method {q.kernel.method}, row error {error:.0e}")
+    how = f"{int(q.num_iter)} passes, method {q.kernel.method}"
+    print(f"σ = {sigma:<5} {seconds:5.1f} s, {how}, row error {error:.0e}")
 
 # %% [markdown]
 # Small bandwidths visit near tiles of points only, large ones take FFTs; `method="auto"` estimates both:

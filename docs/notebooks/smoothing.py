@@ -46,7 +46,8 @@ axis.loglog(multiple, error, "o-", label="error")
 axis.set_xlabel("σ in spacings")
 axis.legend(frameon=False)
 plt.show()
-print(f"smallest error {error.min():.2f}, of {(noisy - clean).std():.2f}, at σ = {multiple[error.argmin()]:g} spacings")
+best = multiple[error.argmin()]
+print(f"smallest error {error.min():.2f}, of {(noisy - clean).std():.2f}, at σ = {best:g} spacings")
 
 # %% [markdown]
 # ## Noise of the points
@@ -62,7 +63,8 @@ clouds = {"scan": scan, "1 step": q @ scan, "6 steps": q.power(6, scan)}
 picture, axes = plt.subplots(1, 3, figsize=(14, 4), layout="constrained")
 for axis, (title, cloud) in zip(axes, clouds.items()):
     turned, _ = camera_view(cloud, normals)
-    scatter(axis, turned, facing_normals(turned), torch.full_like(cloud, 0.85), size=25, title=title)
+    gray = torch.full_like(cloud, 0.85)
+    scatter(axis, turned, facing_normals(turned), gray, size=25, title=title)
 
 # %%
 for title, cloud in clouds.items():

@@ -17,12 +17,13 @@ torch.manual_seed(0)
 means, normals = shapes.creature(3000)
 log_scales = torch.log(torch.tensor([0.03, 0.03, 0.004])).repeat(3000, 1)  # flat: thin along the normal
 half = torch.nn.functional.normalize(normals + torch.tensor([0.0, 0.0, 1.0]), dim=-1)
-quaternions = torch.stack([0 * half[:, 0], *half.T], dim=1)  # half a turn about `half` takes z to the normal
+quaternions = torch.stack([0 * half[:, 0], *half.T], dim=1)  # half a turn takes z to the normal
 logits = torch.full((3000,), 2.0)  # opacity 1 / (1 + e^−2) = 0.88
 
 names = ["scale_0", "scale_1", "scale_2", "rot_0", "rot_1", "rot_2", "rot_3", "opacity"]
 columns = torch.cat([log_scales, quaternions, logits[:, None]], dim=1).numpy()
-io.write("splats.ply", io.Cloud(means.numpy(), None, dict(zip(names, np.ascontiguousarray(columns.T)))))
+attributes = dict(zip(names, np.ascontiguousarray(columns.T)))
+io.write("splats.ply", io.Cloud(means.numpy(), None, attributes))
 
 splats = io.read("splats.ply")  # or a .ply of a trained scene
 q = qattn.diffusion(splats.kernel(sigma=0.02))
@@ -38,11 +39,12 @@ def drawn(colors, per_splat=300):
     around = half[:, None]
     turned = 2 * (spread * around).sum(-1, keepdim=True) * around - spread  # by half a turn
     samples = (means[:, None] + turned).reshape(-1, 3)
-    return render(samples, normals.repeat_interleave(per_splat, 0), colors.repeat_interleave(per_splat, 0))
+    facing, shades = (x.repeat_interleave(per_splat, 0) for x in (normals, colors))
+    return render(samples, facing, shades)
 
 
 picture, axes = plt.subplots(1, 3, figsize=(15, 3.8), layout="constrained")
-for axis, (title, shades) in zip(axes, {"colors": colors, "with noise": noisy, "diffused": smooth}.items()):
+for axis, title, shades in zip(axes, ("colors", "with noise", "diffused"), (colors, noisy, smooth)):
     show(axis, drawn(shades), title)
 
 # %%

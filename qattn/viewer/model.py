@@ -1,6 +1,7 @@
 """Pictures of a shape: colors of its points for each state of the panels, without a browser."""
 
 import math
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from qattn.axioms import check_axioms
 from qattn.bandwidths import num_neighbors
 from qattn.distances import geodesic_distance
 from qattn.io import Cloud, Grid
+from qattn.io.lengths import spacing_of
 from qattn.kernels import GaussianKernel, Kernel
 from qattn.maps import fit_functional_map, zoomout
 from qattn.operators.diffusion import Diffusion, diffusion
@@ -20,7 +22,7 @@ from qattn.pictures import colormap, heat, signed
 from qattn.signatures import heat_kernel_signature, wave_kernel_signature
 from qattn.spectra import Spectrum, eigsh
 
-__all__ = ["PANELS", "Model", "Picture", "State", "positions_of", "spacing_of"]
+__all__ = ["PANELS", "Model", "Picture", "State", "positions_of"]
 
 PANELS = ("Diffuse", "Modes", "Signatures", "Distance from here", "Match", "Operator")
 NUM_MODES = 40
@@ -238,7 +240,7 @@ class Model:
             f"{self._sigma(state)}{_warning(q)}\n\n"
             f"| | |\n|---|---|\n| sites | {len(self):,} |\n| passes | {int(q.num_iter)} |\n"
             f"| seconds | {self._operators.seconds:.2f} |\n| mean of \\|Q1 − 1\\| | {float(q.marginal_error):.1e} |\n"
-            f"| error of row sums | {error:.1e} |\n\n```\n{q.kernel}\n\n{report}\n```"
+            f"| error of row sums | {error:.1e} |\n\n{_as_tables(q.kernel)}\n\n{_as_tables(report)}"
         )
         potential = torch.as_tensor(q.potential).float()
         return Picture(_bytes(_ramp(potential)), f"Potential f. {caption}")
@@ -299,11 +301,6 @@ def positions_of(shape: Cloud | Grid) -> np.ndarray:
     return _padded(np.argwhere(shape.occupied) * np.asarray(shape.spacing))
 
 
-def spacing_of(shape: Cloud | Grid) -> float:
-    """Return the mean distance between nearest points, or the mean size of a voxel over the axes."""
-    return shape.spacing if isinstance(shape, Cloud) else float(np.mean(shape.spacing))
-
-
 def _padded(points: np.ndarray) -> np.ndarray:
     """Return the first three coordinates (N, 3), with zeros for those that are missing."""
     return np.pad(points, ((0, 0), (0, max(0, 3 - points.shape[1]))))[:, :3].astype(np.float32)
@@ -341,14 +338,28 @@ def _ramp(values: Tensor, name: str = "viridis") -> Tensor:
     return colormap(name, ((values - low) / ((high - low) or 1.0)).clamp(0, 1))
 
 
-def _bands(level: Tensor, num_bands: int = 16) -> Tensor:
-    """Color levels (N,) from 0 to 1, every other one of `num_bands` bands darker."""
-    is_dark = (num_bands * level).floor() % 2 == 1
+def _bands(level: Tensor) -> Tensor:
+    """Color levels (N,) from 0 to 1, every other one of 16 bands darker."""
+    is_dark = (16 * level).floor() % 2 == 1
     return colormap("plasma", level) * torch.where(is_dark, 0.8, 1.0)[:, None]
 
 
 def _bytes(colors: Tensor) -> np.ndarray:
     return (255 * colors.clamp(0, 1)).round().to(torch.uint8).numpy()
+
+
+def _as_tables(report: object) -> str:
+    """Return a report in Markdown: lines with columns as rows of a table, which wrap, and others in bold."""
+    lines = []
+    for line in str(report).splitlines():
+        cells = re.split(" {2,}(?![ ←])", line.strip().replace("|", "\\|"))
+        if len(cells) == 1:
+            lines += ["", f"**{cells[0]}**" if cells[0] else ""]
+        else:
+            if not lines[-1].startswith("|"):
+                lines += ["", "| " * (len(cells) + 1), "|---" * len(cells) + "|"]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def _count(number: int, noun: str) -> str:

@@ -5,6 +5,7 @@ import math
 import os
 import tempfile
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,17 +15,21 @@ import viser
 
 from qattn import io
 from qattn.io import Cloud, Grid
+from qattn.io.lengths import parse_sigma, spacing_of
 from qattn.kernels import MixtureKernel
-from qattn.viewer.model import NUM_MODES, NUM_TIMES, PANELS, Model, Picture, State, positions_of, spacing_of
+from qattn.viewer.model import NUM_MODES, NUM_TIMES, PANELS, Model, Picture, State, positions_of
 from qattn.viewer.worker import Worker
 
 __all__ = ["Viewer", "exported_page"]
 
 _SIZE = 2.0  # of a shape in the scene
 _GAP = 1.2  # shapes side by side, in sizes
+_POINT = 2.0  # size of a point in spacings, with which random points cover a surface
 _BACKGROUND = 60, 64, 72  # darker than any color of a picture, of which many are white
 _EYE = np.array([0.5, -1.0, 0.4])  # direction to look from, with z up, as viser has it
-_ASIDE = 0.35  # of the camera, to the right, because the controls hide a part of the scene
+_ASIDE = 0.7  # of the camera, to the right, because the controls hide a part of the scene
+_TYPING = 0.5  # seconds after which a text that did not change is complete
+_SIGMA_HINT = "A length (0.05), a multiple of the spacing (3x) or a share of the extent (2%)"
 _TURNS = {  # of coordinates, so that an axis of the shape points up
     "y": np.array([[1.0, 0, 0], [0, 0, -1], [0, 1, 0]]),
     "z": np.eye(3),
@@ -118,8 +123,9 @@ class _Page:
         gui, state, model = self._client.gui, self._state, self._model
         self._panel = gui.add_dropdown("Show", PANELS, initial_value=state.panel)
         self._panel.on_update(self._change)
-        self._sigma = gui.add_slider("σ, log₂ of spacings", *self._exponents(), 0.05, self._exponent(state.sigma))
-        self._sigma.on_update(self._change)
+        self._slider = self._new_slider()
+        self._sigma = gui.add_text("σ", self._written(state.sigma), hint=_SIGMA_HINT)
+        self._sigma.on_update(self._write)
         self._signal = gui.add_dropdown("Signal", model.signals, initial_value=state.signal)
         self._steps = gui.add_slider("Steps", 1, 100, 1, state.steps)
         self._mode = gui.add_slider("Mode", 0, NUM_MODES - 1, 1, state.mode)
@@ -139,6 +145,15 @@ class _Page:
         export.on_click(lambda _: self._export())
         self._show_controls()
 
+    def _new_slider(self, order: float | None = None) -> Any:
+        """Return a slider of log σ for the current shape, with marks at powers of four."""
+        low, high = self._exponents()
+        marks = tuple((float(e), _spacings(e)) for e in range(math.ceil(low), math.floor(high) + 1, 2))
+        start = self._exponent(self._state.sigma)
+        slider = self._client.gui.add_slider("log₂ σ", low, high, 0.05, start, marks=marks, order=order)
+        slider.on_update(self._slide)
+        return slider
+
     def _exponents(self) -> tuple[float, float]:
         low, high = (math.log2(sigma / spacing_of(self._model.shape)) for sigma in self._model.sigma_range)
         return round(low, 2), round(high, 2)
@@ -153,12 +168,39 @@ class _Page:
         self._signal.visible = self._steps.visible = panel == "Diffuse"
         self._mode.visible, self._time.visible = panel == "Modes", panel == "Signatures"
 
+    def _slide(self, event: Any) -> None:
+        """Take over σ from the slider, if it was moved by hand."""
+        if event.client is not None:
+            self._state = replace(self._state, sigma=spacing_of(self._model.shape) * 2.0**self._slider.value)
+            self._sigma.value = self._written(self._state.sigma)
+            self.recompute()
+
+    def _write(self, event: Any) -> None:
+        """Take over σ from the field, if it was written by hand; a sentence tells what it should be."""
+        text = self._sigma.value
+        if event.client is None:
+            return
+        time.sleep(_TYPING)
+        if text != self._sigma.value:
+            return
+        try:
+            sigma = parse_sigma(text, self._model.shape, "σ")
+        except ValueError as error:
+            self._fail(str(error))
+            return
+        self._state = replace(self._state, sigma=sigma)
+        self._slider.value = self._exponent(sigma)
+        self.recompute()
+
+    def _written(self, sigma: float) -> str:
+        """Return a bandwidth as a multiple of the spacing."""
+        return f"{sigma / spacing_of(self._model.shape):.3g}x"
+
     def _change(self, _: object) -> None:
-        """Take over the values of all controls."""
+        """Take over the values of all controls but those of σ."""
         self._state = replace(
             self._state,
             panel=self._panel.value,
-            sigma=spacing_of(self._model.shape) * 2.0**self._sigma.value,
             signal=self._signal.value,
             steps=int(self._steps.value),
             mode=int(self._mode.value),
@@ -185,9 +227,11 @@ class _Page:
             return
         self._model, self._state = model, state
         self._new_scene()
-        self._sigma.min, self._sigma.max = self._exponents()
-        self._signal.options = tuple(model.signals)
-        self._sigma.value, self._steps.value = self._exponent(state.sigma), state.steps
+        order = self._slider.order
+        self._slider.remove()
+        self._slider = self._new_slider(order)
+        self._sigma.value = self._written(state.sigma)
+        self._signal.options, self._steps.value = tuple(model.signals), state.steps
         self._signal.value, self._panel.value = state.signal, state.panel
         self._look()
         self._change(None)
@@ -238,13 +282,17 @@ class _Page:
 
 
 class _Scene:
-    """The shapes of a page, scaled to `_SIZE` and side by side; splats as points if there is no worker to sort them."""
+    """The shapes of a page, scaled to `_SIZE` and side by side.
 
-    def __init__(self, scene: viser.SceneApi, model: Model, up: str, *, has_workers: bool = True) -> None:
+    In a page that is exported, splats are points, because browsers refuse workers that sort them to pages from disk,
+    and there are no controls for which shapes make room.
+    """
+
+    def __init__(self, scene: viser.SceneApi, model: Model, up: str, *, is_exported: bool = False) -> None:
         self._scene, self._model, self._rotation = scene, model, _TURNS[up]
         low, high = model.positions.min(0), model.positions.max(0)
         self._middle, self._scale = (low + high) / 2, _SIZE / float(np.linalg.norm(high - low))
-        self._has_workers = has_workers
+        self._is_exported = is_exported
         self._handles: dict[str, Any] = {}
         scene.set_background_image(np.full((1, 1, 3), _BACKGROUND, np.uint8))
 
@@ -252,13 +300,18 @@ class _Scene:
     def center(self) -> np.ndarray:
         """Point that the camera looks at."""
         shift = 0.5 * _GAP * _SIZE if self._model.other is not None else 0.0
-        return np.array([shift, 0.0, 0.0]) + _ASIDE * np.cross(-_EYE, [0, 0, 1.0])
+        aside = 0.0 if self._is_exported else _ASIDE * self._away
+        return np.array([shift, 0.0, 0.0]) + aside * np.cross(-_EYE, [0, 0, 1.0])
 
     @property
     def eye(self) -> np.ndarray:
         """Place from which all shapes are seen."""
-        num_shapes = 1.0 if self._model.other is None else 1.7
-        return self.center + 0.85 * num_shapes * _SIZE * _EYE
+        return self.center + 0.7 * self._away * _SIZE * _EYE
+
+    @property
+    def _away(self) -> float:
+        """Distance from which all shapes are seen, by that for one of them."""
+        return 1.0 if self._model.other is None else 1.7
 
     def ray(self, origin: np.ndarray, direction: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Convert a ray in the scene to the coordinates of the shape."""
@@ -283,7 +336,7 @@ class _Scene:
             self._handles[name] = self._scene.add_mesh_trimesh(f"/{name}", _colored_mesh(points, shape.faces, colors))
             return
         handle = self._handles.get(name)
-        if isinstance(shape, Cloud) and shape.splats is not None and self._has_workers:
+        if isinstance(shape, Cloud) and shape.splats is not None and not self._is_exported:
             if handle is not None and np.array_equal(handle.centers, points):
                 handle.rgbs = colors
             else:
@@ -295,7 +348,7 @@ class _Scene:
         if handle is not None and np.array_equal(handle.points, points):
             handle.colors = colors
             return
-        size = 1.3 * spacing_of(shape) * _SIZE / shape.extent
+        size = _POINT * spacing_of(shape) * _SIZE / shape.extent
         self._handles[name] = self._scene.add_point_cloud(
             f"/{name}", points, colors, point_size=size, point_shape="circle", precision="float32"
         )
@@ -307,11 +360,16 @@ class _Scene:
         self._handles = {}
 
 
+def _spacings(exponent: int) -> str:
+    """Return 2^exponent as a multiple of the spacing."""
+    return f"{2**exponent}x" if exponent >= 0 else f"1/{2**-exponent}x"
+
+
 def exported_page(model: Model, picture: Picture) -> str:
     """Return an HTML page that shows a picture by itself, without a server or a network."""
     server = _server("127.0.0.1", 8080)
     try:
-        scene = _Scene(server.scene, model, "y", has_workers=False)  # which browsers refuse to pages from disk
+        scene = _Scene(server.scene, model, "y", is_exported=True)
         scene.draw(picture)
         server.initial_camera.look_at = scene.center
         server.initial_camera.position = scene.eye
