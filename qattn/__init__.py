@@ -10,8 +10,9 @@ makes its rows sum to one. Q keeps constants and mass, is self-adjoint for the m
 |---|---|
 | make and apply operators | `diffusion`, `diffuse`, `Diffusion`, `Solver`, `check_axioms` |
 | kernels of points | `GaussianKernel`, `ExponentialKernel`, `MaternKernel`, `RationalQuadraticKernel` |
+| kernels of points with normals | `OrientedKernel`, `normals` |
 | kernels of other data | `MixtureKernel`, `VoxelKernel`, `GraphKernel`, `MatrixKernel` |
-| eigenpairs, signatures, maps | `eigsh`, `Spectrum`, `signatures`, `maps` |
+| eigenpairs, signatures, maps | `spectrum`, `eigsh`, `Spectrum`, `signatures`, `maps` |
 | layers for networks | `nn` |
 | distances along a cloud and between clouds, flows, geodesics | `distances`, `flows`, `geodesics` |
 | bandwidths, masses, shapes, batches, files | `bandwidths`, `mass`, `shapes`, `sampling`, `ragged`, `io` |
@@ -48,12 +49,15 @@ from qattn.kernels import (
     MaternKernel,
     MatrixKernel,
     MixtureKernel,
+    OrientedKernel,
     RationalQuadraticKernel,
     VoxelKernel,
 )
 from qattn.operators.diffusion import Diffusion, diffuse, diffusion
 from qattn.operators.sinkhorn import SinkhornResult, Solver, sinkhorn
+from qattn.orientation import normals
 from qattn.spectra import Spectrum, eigsh, laplacian_eigenvalues
+from qattn.spectra.automatic import spectrum
 
 __version__ = "0.2.0"
 
@@ -77,6 +81,7 @@ __all__ = [
     "MaternKernel",
     "MatrixKernel",
     "MixtureKernel",
+    "OrientedKernel",
     "RationalQuadraticKernel",
     "SinkhornResult",
     "Solver",
@@ -99,9 +104,11 @@ __all__ = [
     "mass",
     "merge",
     "nn",
+    "normals",
     "ragged",
     "sampling",
     "shapes",
     "signatures",
     "sinkhorn",
+    "spectrum",
 ]

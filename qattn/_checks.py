@@ -1,51 +1,32 @@
 """Checks of public arguments that several modules share. Messages name what was expected, what came, and a remedy."""
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from qattn._broadcasting import broadcast_shapes
-from qattn._types import ArrayLike
-from qattn.ranks import ALONE, Ranks
+from qattn._types import ArrayLike, dtype_name
+from qattn.ranks import ALONE, Ranks, kind_of_rows
 
 __all__ = [
-    "KernelLike",
     "as_tensor",
     "bandwidth",
     "finite",
     "floating",
     "floating_tensor",
     "integer",
-    "kind_of_rows",
-    "mass",
+    "integers",
     "not_negative",
     "one_bandwidth",
+    "one_cloud",
+    "one_item",
     "one_of",
     "points",
     "positive",
-    "potential",
     "shape_of",
     "signal",
 ]
-
-
-class KernelLike(Protocol):
-    """The properties of a `qattn.Kernel` on which masses and potentials depend."""
-
-    @property
-    def shape(self) -> torch.Size: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def ranks(self) -> Ranks: ...
 
 
 def shape_of(tensor: Tensor) -> str:
@@ -99,8 +80,8 @@ def floating_tensor(name: str, tensor: object, least_axes: int, axes: str) -> No
         )
     _refuse_transforms(tensor)
     if not tensor.is_floating_point():
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        raise ValueError(f"`{name}` should be of floating point; got {dtype}. Convert it with `{name}.float()`.")
+        got = dtype_name(tensor.dtype)
+        raise ValueError(f"`{name}` should be of floating point; got {got}. Convert it with `{name}.float()`.")
     if tensor.ndim < least_axes:
         raise ValueError(
             f"`{name}` should have shape {axes}; got {shape_of(tensor)}. Add the missing axis, as in `{name}[None]`."
@@ -111,8 +92,16 @@ def floating(name: str, numbers: ArrayLike) -> Tensor:
     """Convert anything array-like to a tensor of floating point."""
     tensor = as_tensor(name, numbers)
     if tensor.is_complex() or tensor.dtype == torch.bool:
-        raise ValueError(f"`{name}` should be real numbers; got {str(tensor.dtype).removeprefix('torch.')}.")
+        raise ValueError(f"`{name}` should be real numbers; got {dtype_name(tensor.dtype)}.")
     return tensor if tensor.is_floating_point() else tensor.to(torch.get_default_dtype())
+
+
+def integers(name: str, numbers: ArrayLike, meaning: str) -> Tensor:
+    """Convert integers, which messages describe by their meaning, to a tensor of int64."""
+    tensor = as_tensor(name, numbers)
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        raise ValueError(f"`{name}` should be integers, {meaning}; got {dtype_name(tensor.dtype)}.")
+    return tensor.long()
 
 
 def one_of(name: str, value: str, choices: Sequence[str]) -> None:
@@ -153,12 +142,32 @@ def points(name: str, numbers: ArrayLike, dimensions: Sequence[int] = (), *, lea
             f"For points on a line, use `{name}[:, None]`."
         )
     if tensor.shape[-2] < least or tensor.shape[-1] == 0:
-        raise ValueError(f"`{name}` should hold at least one point with one coordinate; got shape {shape_of(tensor)}.")
+        count = "one point" if least < 2 else f"{least} points"
+        raise ValueError(f"`{name}` should hold at least {count} with one coordinate; got shape {shape_of(tensor)}.")
     if dimensions and tensor.shape[-1] not in dimensions:
         expected = " or ".join(f"(*batch, N, {d})" for d in dimensions)
         raise ValueError(f"`{name}` should have shape {expected}; got {shape_of(tensor)}.")
     finite(name, tensor, "Drop those points first, or set them to 0 and give them mass 0.")
     return tensor
+
+
+def one_cloud(name: str, numbers: ArrayLike, dimensions: Sequence[int] = (), *, least: int = 1) -> Tensor:
+    """Convert positions to a tensor (N, d), as `points` does."""
+    tensor = points(name, numbers, dimensions, least=least)
+    if tensor.ndim > 2:
+        raise ValueError(
+            f"`{name}` should have shape (N, d), one cloud; got {shape_of(tensor)}. Take one, as in `{name}[0]`."
+        )
+    return tensor
+
+
+def one_item(call: str, shape: torch.Size, remedy: str) -> None:
+    """Check that an operator of shape (*batch, N, N) has no batch axes, for a call that takes none."""
+    if len(shape) > 2:
+        raise ValueError(
+            f"`{call}` takes one cloud with one bandwidth; this operator has shape {tuple(shape)}. "
+            f"Take one item first, as in `{remedy}`."
+        )
 
 
 def bandwidth(sigma: ArrayLike, cloud: Tensor) -> Tensor:
@@ -182,59 +191,6 @@ def one_bandwidth(sigma: ArrayLike, dtype: torch.dtype, device: torch.device) ->
             "separately or add them."
         )
     positive("`sigma`", float(tensor.detach()))
-    return tensor
-
-
-def kind_of_rows(array: ArrayLike | None, axis: int) -> str | None:
-    """Describe what shards of an array have in common: their shape, with n along `axis`, and any gradient."""
-    if array is None:
-        return None
-    sizes = list(map(str, np.shape(array)))
-    if sizes:
-        sizes[max(axis, -len(sizes))] = "n"
-    gradient = ", with gradient" if getattr(array, "requires_grad", False) and torch.is_grad_enabled() else ""
-    return f"({', '.join(sizes)}){gradient}"
-
-
-def mass(numbers: ArrayLike | None, kernel: KernelLike) -> Tensor:
-    """Convert masses ≥ 0 to a tensor that broadcasts to (*batch, N), for a kernel (*batch, N, N); 1/N if None."""
-    shape, N = kernel.shape, kernel.shape[-1]
-    if numbers is None:
-        return torch.full((N,), 1 / N, dtype=kernel.dtype, device=kernel.device)
-    tensor = floating("mass", kernel.ranks.local_part("mass", numbers, -1)).to(kernel.device, kernel.dtype)
-    if tensor.ndim == 0 or tensor.shape[-1] != N:
-        raise ValueError(
-            f"`mass` should have shape {(*shape[:-2], N)}, one mass per point, or one that broadcasts to it; "
-            f"got {shape_of(tensor)}. Leave it out for equal masses."
-        )
-    try:
-        fits = broadcast_shapes(tensor.shape[:-1], shape[:-2]) == shape[:-2]
-    except RuntimeError:
-        fits = False
-    if not fits:
-        raise ValueError(
-            f"`mass` should broadcast to the shape {(*shape[:-2], N)} of the points; got {shape_of(tensor)}. "
-            "With heads, masses of a batch need a head axis: `mass[..., None, :]`."
-        )
-    finite("mass", tensor, "Use 0 for points without mass.")
-    if (tensor < 0).any():
-        raise ValueError(
-            f"`mass` should not be negative; {int((tensor < 0).sum())} of its {tensor.numel()} numbers are."
-        )
-    if (kernel.ranks.total(tensor.detach()) == 0).any():
-        raise ValueError("`mass` should have a positive sum in each cloud; it is all 0 in at least one.")
-    return tensor
-
-
-def potential(numbers: ArrayLike, kernel: KernelLike) -> Tensor:
-    """Convert an initial potential to a tensor (*batch, N), for a kernel of shape (*batch, N, N)."""
-    tensor = floating("init", kernel.ranks.local_part("init", numbers, -1)).to(kernel.device, kernel.dtype)
-    shape = kernel.shape[:-1]
-    if tensor.shape != shape:
-        raise ValueError(
-            f"`init` should have shape {tuple(shape)}, as a potential of the kernel has; got {shape_of(tensor)}."
-        )
-    finite("init", tensor, "Leave `init` out.")
     return tensor
 
 

@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import torch
 from torch import Tensor
 
 from qattn import _checks
@@ -27,22 +26,16 @@ def vertices_and_faces(mesh: MeshLike) -> tuple[Tensor, Tensor]:
             f"`mesh` should be a pair (vertices, faces) or a trimesh.Trimesh; got {type(mesh).__name__}. "
             "Read a file with `trimesh.load_mesh`."
         )
-    vertices = _checks.points("vertices", pair[0], (3,))
-    if vertices.ndim != 2:
-        raise ValueError(f"`vertices` should have shape (N, 3), one mesh; got {_checks.shape_of(vertices)}.")
+    vertices = _checks.one_cloud("vertices", pair[0], (3,))
     return vertices, check_simplices("faces", pair[1], 3, vertices)
 
 
 def check_simplices(name: str, indices: ArrayLike, num_corners: int, vertices: Tensor) -> Tensor:
     """Return the corners (F, num_corners) of triangles or tetrahedra as indices of vertices (*batch, N, d)."""
-    tensor = _checks.as_tensor(name, indices).to(vertices.device)
-    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        raise ValueError(f"`{name}` should be integers, indices of vertices; got {dtype}.")
+    tensor, N = _checks.integers(name, indices, "indices of vertices").to(vertices.device), vertices.shape[-2]
     if tensor.ndim != 2 or tensor.shape[-1] != num_corners or len(tensor) == 0:
         shape = _checks.shape_of(tensor)
         raise ValueError(f"`{name}` should have shape (F, {num_corners}) with at least one row; got {shape}.")
-    tensor, N = tensor.long(), vertices.shape[-2]
     first, last = (int(end) for end in tensor.aminmax())
     if first < 0 or last >= N:
         raise ValueError(

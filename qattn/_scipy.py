@@ -10,6 +10,8 @@ from scipy.sparse import identity
 from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, aslinearoperator, eigsh
 from torch import Tensor
 
+from qattn._types import dtype_name
+
 __all__ = ["DiffusionOperator", "extreme_eigenvalues"]
 
 _MAX_RESTARTS = 30
@@ -33,7 +35,7 @@ class DiffusionOperator(LinearOperator):  # type: ignore[misc]
         like: Tensor,
         weight: Tensor | None,
     ) -> None:
-        super().__init__(np.dtype(str(like.dtype).removeprefix("torch.")), (len(like), len(like)))
+        super().__init__(np.dtype(dtype_name(like.dtype)), (len(like), len(like)))
         self._apply, self._apply_transpose, self._like = apply, apply_transpose, like
         self._root = None if weight is None else weight.sqrt()[:, None]  # (N, 1)
 

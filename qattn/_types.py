@@ -4,15 +4,21 @@ from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
+import torch
 from torch import Tensor
 
-__all__ = ["ArrayLike", "MassLike", "like_input"]
+__all__ = ["ArrayLike", "MassLike", "dtype_name", "like_input"]
 
 ArrayLike: TypeAlias = Tensor | np.ndarray | Sequence[Any] | float
 """A tensor, or anything that `numpy.asarray` makes an array of numbers."""
 
 MassLike: TypeAlias = ArrayLike | Literal["density"]
 """Masses, or the name of a way to find them."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype, such as "float32"."""
+    return str(dtype).removeprefix("torch.")
 
 
 def like_input(result: Tensor, given: ArrayLike) -> Any:

@@ -77,7 +77,7 @@ class PairSums(NamedTuple):
 
 
 def merge(a: Attended, b: Attended) -> Attended:
-    r"""Join attention over two disjoint sets of keys: lse = log(e^a.lse + e^b.lse), out = the mean weighted by e^lse.
+    r"""Join attention over two disjoint sets of keys: lse = log(exp(a.lse) + exp(b.lse)), and the mean of out.
 
     Associative and commutative; lse = −inf is the identity.
 

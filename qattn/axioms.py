@@ -41,7 +41,7 @@ class AxiomReport:
 
     @property
     def verdicts(self) -> dict[str, bool]:
-        """Whether each axiom holds, by name."""
+        """Verdict on each axiom, by name."""
         return {
             "self-adjoint": self.asymmetry <= self.tol,
             "keeps constants": self.constants <= self.tol,
@@ -52,7 +52,7 @@ class AxiomReport:
 
     @property
     def holds(self) -> bool:
-        """Whether all axioms hold."""
+        """True if all axioms hold."""
         return all(self.verdicts.values())
 
     @property
@@ -103,11 +103,7 @@ def check_axioms(q: Diffusion, *, tol: float = 1e-2, seed: int = 0) -> AxiomRepo
     """
     _checks.positive("`tol`", tol)
     q.kernel.ranks.check_alone("check_axioms")
-    if len(q.shape) > 2:
-        raise ValueError(
-            f"`check_axioms` takes one cloud with one bandwidth; this operator has shape {tuple(q.shape)}. "
-            "Take one item first, as in `check_axioms(q[0])`."
-        )
+    _checks.one_item("check_axioms", q.shape, "check_axioms(q[0])")
     generator = torch.Generator().manual_seed(seed)
     N, dtype, device = q.shape[-1], q.kernel.dtype, q.kernel.device
     mass = torch.as_tensor(q.mass, device=device).detach().double().expand(N)

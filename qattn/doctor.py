@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from qattn._types import dtype_name
 from qattn.attended import Attended
 from qattn.attention.dispatch import BACKENDS, select
 from qattn.attention.inputs import Inputs
@@ -50,12 +51,12 @@ class BackendReport:
 
     @property
     def is_usable(self) -> bool:
-        """Whether the backend supports the standard problem."""
+        """True if the backend supports the standard problem."""
         return not self.reasons
 
     @property
     def is_exact(self) -> bool:
-        """Whether the backend ran and its errors are within its tolerance."""
+        """True if the backend ran and its errors are within its tolerance."""
         errors = self.lse_error, self.out_error
         return self.tolerance is not None and all(e is None or e <= self.tolerance for e in errors)
 
@@ -146,7 +147,7 @@ def backends(progress: Callable[[str], None] = lambda _: None) -> list[BackendRe
     reports = []
     for device, dtype in _devices():
         for name in BACKENDS:
-            progress(f"{name} on {device} in {str(dtype).removeprefix('torch.')}")
+            progress(f"{name} on {device} in {dtype_name(dtype)}")
             reports.append(_report(name, device, dtype))
     return reports
 
@@ -157,5 +158,5 @@ def choices() -> list[tuple[str, str]]:
     for device, dtype in _devices():
         for num_channels, kind in ((0, "lse alone"), (_CHANNELS, f"{_CHANNELS} channels")):
             inputs = standard_problem(_SMALL, dtype, device, num_channels)
-            rows.append((f"{device}, {str(dtype).removeprefix('torch.')}, {kind}", select(inputs, "auto").name))
+            rows.append((f"{device}, {dtype_name(dtype)}, {kind}", select(inputs, "auto").name))
     return rows

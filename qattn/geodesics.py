@@ -24,10 +24,11 @@ from torch import Tensor
 
 from qattn import _checks
 from qattn._progress import Progress
+from qattn._types import dtype_name
 from qattn.kernels import GaussianKernel
 from qattn.kernels.mixture import checked_covariances
-from qattn.operators.adjoint import solve
 from qattn.operators.diffusion import Diffusion, diffusion
+from qattn.operators.potential_gradient import solve
 from qattn.operators.scaling import log_of_mass
 
 __all__ = ["Geodesic", "Hamiltonian", "Matching", "carry", "from_stencil", "match", "shoot", "stencil"]
@@ -147,8 +148,8 @@ def shoot(
         >>> torch.allclose(path.positions[-1], points - 0.5, atol=1e-3)  # translations keep their velocity
         True
     """
-    q = _one_cloud("positions", positions)
-    p = _one_cloud("momenta", momenta, like=("positions", q))
+    q = _checks.one_cloud("positions", positions)
+    p = _one_row_each("momenta", momenta, "positions", q)
     _checks.positive("`dt`", dt)
     _checks.not_negative("abs(until)", abs(until))
     _checks.one_of("integrator", integrator, INTEGRATORS)
@@ -223,8 +224,8 @@ def match(
         >>> matching.momenta.mean().round()
         tensor(1.)
     """
-    source = _one_cloud("source", source).detach()
-    target = _one_cloud("target", target, like=("source", source)).detach()
+    source = _checks.one_cloud("source", source).detach()
+    target = _one_row_each("target", target, "source", source).detach()
     _checks.integer("max_iter", max_iter, 1)
     difference = target - source
     first_error = float(difference.square().sum(-1).mean())
@@ -275,7 +276,7 @@ def carry(hamiltonian: Hamiltonian, geodesic: Geodesic, points: Tensor) -> Tenso
     Returns:
         The points at the times of the geodesic, shape (T, M, d).
     """
-    x = _one_cloud("points", points)
+    x = _checks.one_cloud("points", points)
     if x.shape[-1] != geodesic.positions.shape[-1]:
         raise ValueError(
             f"`points` should have {geodesic.positions.shape[-1]} coordinates, as the geodesic; "
@@ -366,15 +367,10 @@ def from_stencil(points: Tensor) -> tuple[Tensor, Tensor]:
     return means, 0.5 * offsets.mT @ offsets
 
 
-def _one_cloud(name: str, points: Tensor, like: tuple[str, Tensor] | None = None) -> Tensor:
-    """Check points (N, d), or vectors (N, d) at the points of another argument, given as its name and value."""
-    tensor = _checks.points(name, points)
-    if tensor.ndim != 2:
-        raise ValueError(f"`{name}` should have shape (N, d), one shape; got {_checks.shape_of(tensor)}.")
-    if like is not None:
-        expected, got = (
-            f"{_checks.shape_of(x)} {str(x.dtype).removeprefix('torch.')} {x.device}" for x in (like[1], tensor)
-        )
-        if expected != got:
-            raise ValueError(f"`{name}` should be like `{like[0]}`, {expected}, one row per point; got {got}.")
+def _one_row_each(name: str, vectors: Tensor, other: str, points: Tensor) -> Tensor:
+    """Check vectors (N, d) at the points (N, d) of another argument."""
+    tensor = _checks.points(name, vectors)
+    expected, got = (f"{_checks.shape_of(x)} {dtype_name(x.dtype)} {x.device}" for x in (points, tensor))
+    if expected != got:
+        raise ValueError(f"`{name}` should be like `{other}`, {expected}, one row per point; got {got}.")
     return tensor

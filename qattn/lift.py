@@ -25,6 +25,7 @@ __all__ = [
     "pad",
     "part_dtype",
     "scale_values",
+    "split",
     "split_columns",
     "split_lift",
 ]
@@ -121,7 +122,7 @@ def part_dtype(size: Extent) -> torch.dtype:
     return torch.float16 if size.largest < _FLOAT16_RANGE else torch.bfloat16
 
 
-def _split(x: Tensor, parts: int, dtype: torch.dtype) -> list[Tensor]:
+def split(x: Tensor, parts: int, dtype: torch.dtype) -> list[Tensor]:
     """Split x into `parts` tensors of a 16-bit dtype whose sum is about x, largest first."""
     result = []
     for _ in range(parts):
@@ -144,9 +145,9 @@ def split_lift(query: Tensor, key: Tensor, bias: Tensor | None, dtype: torch.dty
     """
     products = _PRODUCTS[dtype]
     parts = 1 + max(a for a, _ in products)
-    queries, keys = (_split(x, parts, dtype) for x in center(query, key))
+    queries, keys = (split(x, parts, dtype) for x in center(query, key))
     query, key = (torch.stack(x).to(query.dtype).sum(0) for x in (queries, keys))
-    coordinates = [part[..., None] for part in _split(_key_coordinate(key, bias, _ABSENT[dtype]), _BIAS_PARTS, dtype)]
+    coordinates = [part[..., None] for part in split(_key_coordinate(key, bias, _ABSENT[dtype]), _BIAS_PARTS, dtype)]
     if bias is not None and dtype == torch.float16:  # keys far away may score as low as one part, but not as three
         absent = (bias == -torch.inf)[..., None]
         coordinates = [torch.where(absent, _ABSENT[dtype], part) for part in coordinates]

@@ -215,10 +215,8 @@ def _leading_map(s: Spectrum, t: Spectrum, index: Tensor, k: int) -> Tensor:
 
 def _point_map(index: ArrayLike, source: Tensor, target: Tensor) -> Tensor:
     """Check a point map (N_target,) for vectors (N_source, k_s) and (N_target, k_t)."""
-    tensor, (N, M) = _checks.as_tensor("index", index).to(source.device), (len(source), len(target))
-    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        raise ValueError(f"`index` should be integers, the source point of every target point; got {dtype}.")
+    tensor = _checks.integers("index", index, "the source point of every target point").to(source.device)
+    N, M = len(source), len(target)
     if tensor.shape != (M,):
         raise ValueError(
             f"`index` should have shape ({M},), one source point per target point; got {_checks.shape_of(tensor)}."
@@ -229,7 +227,7 @@ def _point_map(index: ArrayLike, source: Tensor, target: Tensor) -> Tensor:
         raise ValueError(
             f"`index` should number source points from 0 to {N - 1}; got numbers from {smallest} to {largest}."
         )
-    return tensor.long()
+    return tensor
 
 
 def _functional_map(C: ArrayLike, source: Tensor, target: Tensor, minimum: int = 1) -> Tensor:

@@ -33,6 +33,8 @@ __all__ = [
 
 _MAX_MARKERS = 20_000  # more points are too many for matplotlib
 _NUM_MODES = 6
+_TITLE = 17  # points of its letters, so that it can be read where a wide picture is shown in a narrow column
+_NEIGHBORS = 12  # of each point, through which a plane is laid
 
 
 def figure(width: float, height: float) -> "Figure":
@@ -60,18 +62,14 @@ def light(normals: Tensor) -> Tensor:
     return (0.45 + 0.6 * (normals @ torch.tensor([0.35, 0.65, 0.68])).clamp(min=0))[:, None]
 
 
-def facing_normals(view: Tensor, num_neighbors: int = 12) -> Tensor:
-    """Estimate normals (N, 3) that face the viewer, from planes through the neighbors of each point.
+def facing_normals(view: Tensor) -> Tensor:
+    """Estimate normals that face the viewer for points (N, 3) in camera coordinates, from planes through neighbors.
 
     On the visible part of a closed surface these are the outward normals.
-
-    Args:
-        view: Points in camera coordinates, shape (N, 3).
-        num_neighbors: Number of nearest points that a plane is fitted to.
     """
     from scipy.spatial import cKDTree
 
-    index = torch.from_numpy(cKDTree(view).query(view, min(num_neighbors, len(view)))[1]).reshape(len(view), -1)
+    index = torch.from_numpy(cKDTree(view).query(view, min(_NEIGHBORS, len(view)))[1]).reshape(len(view), -1)
     centered = view[index] - view[index].mean(1, keepdim=True)  # (N, neighbors, 3)
     normals = torch.linalg.eigh(centered.mT @ centered).eigenvectors[..., 0]
     return normals * torch.where(normals[:, 2:] < 0, -1.0, 1.0)
@@ -119,7 +117,7 @@ def show(axis: "Axes", image: Tensor, title: str) -> None:
     """Show an image of `render` without a frame."""
     axis.imshow(image.numpy())
     axis.axis("off")
-    axis.set_title(title, fontsize=13)
+    axis.set_title(title, fontsize=_TITLE)
 
 
 def scatter(
@@ -133,7 +131,7 @@ def scatter(
     axis.scatter(x, y, c=shaded.numpy(), s=size, marker=marker, linewidths=0)
     axis.set_aspect("equal")
     axis.axis("off")
-    axis.set_title(title, fontsize=13)
+    axis.set_title(title, fontsize=_TITLE)
 
 
 def draw_mesh(axis: "Axes", vertices: Tensor, faces: Tensor, colors: Tensor, title: str = "") -> None:
@@ -154,7 +152,7 @@ def draw_mesh(axis: "Axes", vertices: Tensor, faces: Tensor, colors: Tensor, tit
     axis.autoscale()
     axis.set_aspect("equal")
     axis.axis("off")
-    axis.set_title(title, fontsize=13)
+    axis.set_title(title, fontsize=_TITLE)
 
 
 def curves(axis: "Axes", rows: Sequence[Mapping[str, Any]], x: str, y: str, by: str = "name", **style: Any) -> None:

@@ -53,7 +53,7 @@ def _cloud_sizes(packed: Tensor, offset: ArrayLike | None, batch: ArrayLike | No
     """Return the number of points of each cloud, shape (B,)."""
     num_rows = len(packed)
     if offset is not None and batch is None:
-        ends = _integers("offset", offset, packed.device)
+        ends = _checks.integers("offset", offset, "the end of each cloud").to(packed.device)
         sizes = torch.diff(ends, prepend=ends.new_zeros(1))
         if ends.ndim != 1 or len(ends) == 0 or int(ends[-1]) != num_rows or (sizes < 0).any():
             raise ValueError(
@@ -62,7 +62,7 @@ def _cloud_sizes(packed: Tensor, offset: ArrayLike | None, batch: ArrayLike | No
             )
         return sizes
     if batch is not None and offset is None:
-        index = _integers("batch", batch, packed.device)
+        index = _checks.integers("batch", batch, "the cloud of each row").to(packed.device)
         if index.shape != (num_rows,) or num_rows == 0 or (torch.diff(index) < 0).any() or int(index[0]) < 0:
             raise ValueError(
                 f"`batch` should be sorted, from 0, with one number per row, shape ({num_rows},); "
@@ -70,10 +70,3 @@ def _cloud_sizes(packed: Tensor, offset: ArrayLike | None, batch: ArrayLike | No
             )
         return torch.bincount(index)
     raise ValueError("Give either `offset`, the end of each cloud, or `batch`, the cloud of each row.")
-
-
-def _integers(name: str, numbers: ArrayLike, device: torch.device) -> Tensor:
-    tensor = _checks.as_tensor(name, numbers).to(device)
-    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
-        raise ValueError(f"`{name}` should be integers; got {str(tensor.dtype).removeprefix('torch.')}.")
-    return tensor.long()

@@ -8,13 +8,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from qattn._types import ArrayLike, like_input
 
-__all__ = ["ALONE", "Ranks"]
-
+__all__ = ["ALONE", "Ranks", "kind_of_rows"]
 
 _RUN = 64  # points that are reduced together
 
@@ -25,7 +25,7 @@ class Ranks(ABC):
     @property
     @abstractmethod
     def is_alone(self) -> bool:
-        """Whether all sites are in this process."""
+        """True if all sites are in this process."""
 
     @property
     @abstractmethod
@@ -56,7 +56,7 @@ class Ranks(ABC):
         Args:
             call: Name of the function.
             device: Device on which the ranks exchange messages.
-            options: Up to 15 options by the names that messages give them; compared by `repr`.
+            options: Up to 15 options by the names that messages give them; compared by `repr`. See `kind_of_rows`.
         """
 
     @abstractmethod
@@ -157,3 +157,14 @@ class _Alone(Ranks):
 
 
 ALONE = _Alone()
+
+
+def kind_of_rows(array: ArrayLike | None, axis: int) -> str | None:
+    """Describe what shards of an array have in common: their shape, with n along `axis`, and any gradient."""
+    if array is None:
+        return None
+    sizes = list(map(str, np.shape(array)))
+    if sizes:
+        sizes[max(axis, -len(sizes))] = "n"
+    gradient = ", with gradient" if getattr(array, "requires_grad", False) and torch.is_grad_enabled() else ""
+    return f"({', '.join(sizes)}){gradient}"

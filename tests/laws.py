@@ -21,6 +21,7 @@ from qattn import (
     MaternKernel,
     MatrixKernel,
     MixtureKernel,
+    OrientedKernel,
     RationalQuadraticKernel,
     VoxelKernel,
 )
@@ -148,6 +149,32 @@ def _mixture(covariances: Tensor, form: str = "overlap", **options: object) -> C
     return Case(tensors, make, log, log_at, lacks)
 
 
+NORMALS = _normal(N, 3, seed=7)
+WEIGHT = torch.rand(N, dtype=torch.float64, generator=_generator(8))
+
+
+def _oriented(**options: object) -> Case:
+    """At new points, with the normal and the weight of the nearest site."""
+
+    def factor(n: Tensor, u: Tensor, m: Tensor, w: Tensor) -> Tensor:
+        n, m = (torch.nn.functional.normalize(normals, dim=-1) for normals in (n, m))
+        c, e = (1 - u**2 / 2).sqrt(), (1 - w**2 / 2).sqrt()
+        return torch.log(c[:, None] * e + 0.5 * u[:, None] * w * (n @ m.T))
+
+    def log(points: Tensor, sigma: Tensor, normals: Tensor, weight: Tensor) -> Tensor:
+        return _gaussian(points, points, sigma) + factor(normals, weight, normals, weight)
+
+    def log_at(new: Tensor, points: Tensor, sigma: Tensor, normals: Tensor, weight: Tensor) -> Tensor:
+        near = distances(new, points).argmin(-1)
+        return _gaussian(new, points, sigma) + factor(normals[near], weight[near], normals, weight)
+
+    def make(points: Tensor, sigma: Tensor, normals: Tensor, weight: Tensor) -> Kernel:
+        return OrientedKernel(points, normals, sigma, weight=weight, **options)
+
+    tensors = {**CLOUD, "normals": NORMALS, "weight": WEIGHT}
+    return Case(tensors, make, log, log_at, {"value_and_gradient": NOT_GAUSSIAN})
+
+
 AXES = 0.3 * _normal(N, 3, 3, seed=2)
 MASK = torch.rand(7, 6, 5, generator=_generator(3)) < 0.4
 VOXELS = torch.where(MASK, 0.1 + torch.rand(7, 6, 5, dtype=torch.float64, generator=_generator(4)), 0)
@@ -231,6 +258,9 @@ KERNELS: dict[str, Case] = {
     ),
     "gaussian, tiles": _of_points(_gaussian, _by(GaussianKernel, method="tiles", tol=TOL)),
     "gaussian, fourier": _of_points(_gaussian, _by(GaussianKernel, method="fourier", tol=TOL)),
+    "oriented, exact": _oriented(method="exact"),
+    "oriented, tiles": _oriented(method="tiles", tol=TOL),
+    "oriented, fourier": _oriented(method="fourier", tol=TOL),
     "exponential, exact": _of_points(_exponential, _by(ExponentialKernel, method="exact"), **RADIAL),
     "exponential, gaussians": _of_points(_exponential, _by(ExponentialKernel, method="gaussians", tol=1e-6), **RADIAL),
     "matern, exact": _of_points(_matern, _by(MaternKernel, 1.5, method="exact"), **RADIAL),
@@ -271,6 +301,7 @@ QUICK = {
     "gaussian, exact, native",
     "gaussian, tiles",
     "exponential, exact",
+    "oriented, tiles",
     "mixture, full, tiles",
     "voxels, blocks",
     "graph, eps",

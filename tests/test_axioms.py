@@ -52,11 +52,11 @@ def test_an_indefinite_kernel_does_not_damp():
     distance, spread = torch.tensor([-1.0, 0.0, 1.0]), torch.tensor([1e-4, 1e6, 1e-4])
     covariance = spread[:, None] + spread
     similarity = torch.exp(-((distance[:, None] - distance) ** 2) / (2 * covariance)).double()
-    report = check_axioms(
-        diffusion(MatrixKernel(similarity), mass=torch.ones(3), tol=1e-10, solver=Solver(max_iter=200))
-    )
+    q = diffusion(MatrixKernel(similarity), mass=torch.ones(3), tol=1e-10, solver=Solver(max_iter=200))
+    report = check_axioms(q)
     assert report.smallest_eigenvalue == pytest.approx(-0.146, abs=2e-3)
     assert not report.verdicts["damps"]
+    assert check_axioms(q, tol=0.2).verdicts["damps"]
 
 
 def test_negative_values_are_seen(monkeypatch):

@@ -163,9 +163,9 @@ def _cold(monkeypatch):
 
 
 def _be_patient(monkeypatch, pairs):
-    """Let compiling to attend take as long as torch takes for so many pairs, with all threads."""
+    """Let compiling take as long as torch takes for so many pairs, with all threads."""
     seconds = plain.seconds_for(pairs, 3)
-    monkeypatch.setattr(meanwhile, "patience", 1.001 * seconds / meanwhile._COMPILER["attend"])
+    monkeypatch.setattr(meanwhile, "_COMPILER", dict.fromkeys(meanwhile._COMPILER, 1.001 * seconds))
 
 
 def _spied(monkeypatch):

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import qattn
 from qattn import io
 from qattn.cli import app
-from qattn.cli.arguments import parse_sigma
+from qattn.io.lengths import parse_sigma
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
 
@@ -226,11 +226,22 @@ def test_spectrum_is_that_of_eigsh():
     assert np.allclose(result["frequencies"], -2 / made.spacing**2 * np.log(result["values"]), atol=1e-4)
     gram = result["vectors"].T @ (result["mass"][:, None] * result["vectors"])
     assert np.abs(gram - np.eye(9)).max() < 1e-4
-    assert result["sigma"] == made.spacing
+    assert result["sigma"] == pytest.approx(made.spacing)
     assert (result["points"] == made.coordinates).all()
     assert (result["faces"] == made.faces).all()
     assert "9 eigenpairs of 42 points" in text
     assert io.read("out.npz").attributes["vectors"].shape == (42, 9)
+
+
+def test_spectrum_without_a_bandwidth_is_that_of_the_points(tmp_path):
+    points = torch.nn.functional.normalize(torch.randn(500, 3, generator=torch.Generator().manual_seed(0)), dim=-1)
+    io.write("in.ply", io.Cloud(points.numpy()))
+    text = run("spectrum", "in.ply", "-k", 4, "-o", "out.npz")
+    expected = qattn.spectrum(points.numpy(), 4)
+    result = arrays("out.npz")
+    assert np.allclose(result["frequencies"], expected.frequencies, rtol=1e-4, atol=1e-6)
+    assert result["sigma"] == pytest.approx(expected.sigma)
+    assert all(choice in text.replace("\n", " ") for choice in expected.choices.values())
 
 
 def test_spectrum_of_grids_and_splats(tmp_path):

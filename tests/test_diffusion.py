@@ -227,7 +227,7 @@ def test_scipy_finds_the_spectrum():
         (lsqr(operator + aslinearoperator(one), v)[0], np.linalg.solve(matrix + one, v)),
     ):
         np.testing.assert_allclose(found, exact, rtol=1e-4, atol=1e-4 * np.abs(exact).max())
-    with pytest.raises(ValueError, match="`to_scipy` needs one cloud"):
+    with pytest.raises(ValueError, match="`to_scipy` takes one cloud"):
         diffusion(sphere(10), [0.1, 0.2]).to_scipy()
 
 

@@ -1,12 +1,10 @@
 """Flows: steps against their formula, descent, and where points end."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
 from cases import dense_energy_distance
+from memory import added_megabytes
 from test_progress import terminal_of
 
 from qattn import _progress, diffuse, diffusion, flows
@@ -14,32 +12,18 @@ from qattn.distances import chamfer_distance, energy_distance
 from qattn.flows import flow
 
 SCRIPT = """
-import resource, torch
-from qattn.distances import energy_distance
-from qattn.flows import flow
-
 def run(n):
     x = torch.rand(n, 2, requires_grad=True)
-    energy_distance(x, torch.rand(n, 2)).backward()
+    qattn.distances.energy_distance(x, torch.rand(n, 2)).backward()
     assert x.grad.isfinite().all()
-    flow(x, torch.rand(n, 2), 0.1, num_steps=2)
-
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # MB; the largest so far
-
-for n in (500, 6000):
-    run(n)  # imports, compiles, starts threads
-before = peak()
-run(16_000)
-print(peak() - before)
+    qattn.flows.flow(x, torch.rand(n, 2), 0.1, num_steps=2)
 """
 
 
 @pytest.mark.slow
 def test_memory_grows_with_the_points():
     """The matrix of all distances of 16,000 points per cloud would take 4 GB."""
-    run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
-    assert float(run.stdout) < 100
+    assert added_megabytes(SCRIPT, "run(500); run(6000)", "run(16_000)") < 100
 
 
 def disc_and_corner(n=300, dtype=torch.float32):

@@ -9,7 +9,7 @@ from qattn import GaussianKernel, attend, diffusion
 from qattn.attention import flash_attn
 from qattn.attention.dispatch import BACKENDS
 from qattn.attention.native import Native
-from qattn.operators.adjoint import solve
+from qattn.operators.potential_gradient import solve
 
 CPU = ["native", "sdpa", "reference"]
 

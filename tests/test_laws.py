@@ -76,7 +76,7 @@ def test_transpose(case):
     """Qᵀg, with masses over eight decades: what light points give counts."""
     mass = masses(case) * 10.0 ** (-8 * torch.rand(case.size, dtype=DOUBLE))
     signal = torch.randn(case.size, 2, dtype=DOUBLE)
-    q = made(case, mass=mass.float(), tol=1e-7)
+    q = made(case, mass=mass.float(), tol=3e-7)  # about what rounding leaves
     Q = operator(case.log(**case.tensors), mass)
     close(q.T @ signal.float(), Q.T @ signal, 5e-4)
     small = (mass < mass.median())[:, None] * signal

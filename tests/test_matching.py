@@ -226,8 +226,8 @@ def test_training_goes_on_where_it_was(module, tmp_path):
 
         return check
 
-    training.RECORD = 1
     first = start(tmp_path / "part.pt")
+    first.record_every = 1
     with pytest.raises(InterruptedError):
         first.run(training.Budget(steps=4), 0.0, interrupt(3))  # the checkpoint is that of step 2
     second = start(tmp_path / "part.pt")

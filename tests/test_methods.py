@@ -58,6 +58,7 @@ def test_a_diffusion_reports_its_error(method):
     q = diffusion(points, 0.2, mass, method=method)
     exact = diffusion(points.double(), 0.2, mass.double(), method="exact", tol=1e-8)
     assert 0 < float(q.kernel_error()) <= 1e-3
+    assert float(q.kernel_error(num_rows=16, seed=1)) != float(q.kernel_error(num_rows=16, seed=2))
     assert float(exact.kernel_error()) < 1e-12
     signal = torch.rand(3000, 2)
     torch.testing.assert_close((q @ signal).double(), exact @ signal.double(), rtol=0, atol=5e-3)

@@ -3,8 +3,6 @@
 import copy
 import math
 import pickle
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -12,6 +10,7 @@ import torch
 from cases import ball, slow, sphere
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from memory import added_megabytes
 from scipy.spatial.transform import Rotation
 
 from qattn import GaussianKernel, MixtureKernel, Solver, check_axioms, diffusion, sinkhorn
@@ -324,28 +323,17 @@ def test_components_without_weight():
 
 
 MEMORY = """
-import resource, torch, qattn
-
 def step(n, sigma):
     means = torch.nn.functional.normalize(torch.randn(n, 3), dim=-1)
     kernel = qattn.MixtureKernel(means, sigma**2 * torch.rand(n, 3), sigma)
     smooth, _ = qattn.diffuse(kernel, None, torch.randn(n, 8))
     assert smooth.isfinite().all()
-
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-step(1000, 0.1)
-before = peak()
-step(30_000, 0.02)
-print(peak() - before)
 """
 
 
 @pytest.mark.slow
 def test_memory_grows_with_the_components():
-    run = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True)
-    assert float(run.stdout) < 100  # MB; the pairs would take 3,600
+    assert added_megabytes(MEMORY, "step(1000, 0.1)", "step(30_000, 0.02)") < 100  # the pairs would take 3,600
 
 
 @pytest.mark.parametrize(

@@ -232,7 +232,7 @@ FLAT = (torch.rand(3, 3), torch.tensor([[0, 1, 2], [0, 2, 1]]))  # closed, witho
         (lambda: on_surface((VERTICES, FACES[:0]), 10), "`faces` should have shape .* at least one row"),
         (lambda: on_surface((VERTICES[:0], FACES), 10), "`vertices` should hold at least one point"),
         (lambda: on_surface((VERTICES[:, :2], FACES), 10), r"`vertices` should have shape \(\*batch, N, 3\)"),
-        (lambda: on_surface((VERTICES[None], FACES), 10), r"`vertices` should have shape \(N, 3\), one mesh"),
+        (lambda: on_surface((VERTICES[None], FACES), 10), r"`vertices` should have shape \(N, d\), one cloud"),
         (lambda: on_surface((VERTICES * torch.nan, FACES), 10), "`vertices` should be finite"),
         (lambda: on_surface((VERTICES, FACES + 1), 10), "`faces` should index vertices from 0"),
     ],

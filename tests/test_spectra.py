@@ -23,7 +23,9 @@ from qattn import (
     laplacian_eigenvalues,
     shapes,
 )
+from qattn.ranks import ALONE
 from qattn.spectra.coarse import centers_of_mass
+from qattn.spectra.linalg import orthonormalize_
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
 
@@ -483,3 +485,15 @@ def test_many_columns_are_worth_another_method():
     assert kernel.method == "fourier"
     assert kernel.for_channels(100).method == "tiles"
     assert diffusion(kernel).for_channels(100).kernel.method == "tiles"
+
+
+@pytest.mark.parametrize("dependence", [1.0, 1e-2, 1e-6, 0.0])
+def test_orthonormal_bases_of_nearly_dependent_columns(dependence):
+    generator = torch.Generator().manual_seed(0)
+    columns = torch.randn(5000, 6, generator=generator)
+    columns[:, 3] = columns[:, 0] + dependence * columns[:, 3]
+    columns = columns * torch.tensor([1.0, 1e-4, 1e4, 1.0, 1.0, 1.0])
+    basis = orthonormalize_(columns.clone(), ALONE)
+    torch.testing.assert_close(basis.T @ basis, torch.eye(6), rtol=0, atol=3e-6)
+    rest = columns - basis @ (basis.T @ columns)
+    assert (rest.norm(dim=0) <= 1e-5 * columns.norm(dim=0)).all()

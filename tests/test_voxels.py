@@ -2,8 +2,6 @@
 
 import copy
 import pickle
-import subprocess
-import sys
 from functools import partial
 
 import numpy as np
@@ -12,6 +10,7 @@ import torch
 from cases import slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from memory import added_megabytes
 from torch.autograd import gradcheck, gradgradcheck
 
 import qattn
@@ -391,33 +390,20 @@ def test_no_graph_is_kept_without_gradients():
 
 
 FEW_IN_A_LARGE_BOX = """
-import resource, torch, qattn
-
 def step(side, count):
     index = torch.randint(side, (3, count), generator=torch.Generator().manual_seed(0))
     mask = torch.sparse_coo_tensor(index, torch.ones(count, dtype=torch.bool), (side,) * 3, check_invariants=True)
     kernel = qattn.VoxelKernel(mask, 1.5)
     smooth, q = qattn.diffuse(kernel, None, torch.rand(kernel.shape[0], 4))
     assert smooth.isfinite().all() and q.kernel_error(num_rows=16) < 1e-3
-    return kernel
-
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-step(64, 100)
-before = peak()
-kernel = step(1024, 3000)
-print(peak() - before, len(kernel._blocks))
+    assert len(kernel._blocks) <= count
 """
 
 
 @pytest.mark.slow
 def test_few_voxels_in_a_large_box_never_make_the_box():
     """3,000 voxels of a box of 1024³, which would take a gigabyte even as a mask."""
-    run = subprocess.run([sys.executable, "-c", FEW_IN_A_LARGE_BOX], capture_output=True, text=True, check=True)
-    megabytes, count = run.stdout.split()
-    assert float(megabytes) < 200
-    assert int(count) <= 3000
+    assert added_megabytes(FEW_IN_A_LARGE_BOX, "step(64, 100)", "step(1024, 3000)") < 200
 
 
 def test_a_shell_needs_the_blocks_of_its_surface():

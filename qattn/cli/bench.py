@@ -12,9 +12,10 @@ from rich.table import Table
 from torch import Tensor
 
 from qattn import _checks
-from qattn.cli.arguments import FILE_HELP, SIGMA_HELP, parse_sigma, read_cloud
+from qattn.cli.arguments import FILE_HELP, SIGMA_HELP, read_cloud
 from qattn.cli.command import counted
 from qattn.io import Cloud
+from qattn.io.lengths import parse_sigma
 from qattn.kernels import GaussianKernel
 from qattn.operators.diffusion import diffuse
 from qattn.shapes import creature

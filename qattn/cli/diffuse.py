@@ -7,8 +7,9 @@ import numpy as np
 import typer
 
 from qattn import _checks, io
-from qattn.cli.arguments import SIGMA_HELP, TOL, File, output, parse_sigma, read_shape
+from qattn.cli.arguments import SIGMA_HELP, TOL, File, output, read_shape
 from qattn.io import Cloud, Grid
+from qattn.io.lengths import parse_sigma
 from qattn.io.writing import CLOUD_SUFFIXES, GRID_SUFFIXES, check_target, suffixes_of
 from qattn.kernels import VoxelKernel
 from qattn.operators.diffusion import Diffusion, diffusion

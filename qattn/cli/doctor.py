@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 import qattn
+from qattn._types import dtype_name
 from qattn.cli.command import counted
 from qattn.doctor import BackendReport, backends, choices
 
@@ -49,7 +50,7 @@ def _rows(reports: list[BackendReport]) -> list[list[str]]:
         return [[reports[0].name, "", "[dim]no[/]", "", "", "", "", f"[dim]{'; '.join(reports[0].reasons)}[/]"]]
     rows = []
     for report in usable:
-        dtype = str(report.dtype).removeprefix("torch.")
+        dtype = dtype_name(report.dtype)
         numbers = [f"{report.lse_error:.0e}", f"{report.out_error:.0e}", f"{report.lse_ns:.2f}", f"{report.out_ns:.2f}"]
         remark = "" if report.is_exact else f"[red]error above its tolerance of {report.tolerance:.0e}[/]"
         rows.append([report.name, dtype, "[green]yes[/]", *numbers, remark])

@@ -5,8 +5,9 @@ import math
 import numpy as np
 import typer
 
-from qattn.cli.arguments import File, read_shape, spacing
+from qattn.cli.arguments import File, read_shape
 from qattn.io import Cloud, Grid
+from qattn.io.lengths import spacing_of
 from qattn.mass import vertex_areas
 
 __all__ = ["info"]
@@ -19,7 +20,7 @@ def info(file: File) -> None:
     """
     shape = read_shape(file)
     facts = _grid_facts(shape) if isinstance(shape, Grid) else _cloud_facts(shape)
-    for name, text in [*facts, ("suggested σ", _suggested_sigma(spacing(shape), shape.extent))]:
+    for name, text in [*facts, ("suggested σ", _suggested_sigma(spacing_of(shape), shape.extent))]:
         typer.echo(f"{name:13}{text}")
 
 

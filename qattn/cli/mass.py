@@ -7,7 +7,8 @@ import numpy as np
 import typer
 
 from qattn import io
-from qattn.cli.arguments import SIGMA_HELP, File, output, parse_sigma, read_cloud
+from qattn.cli.arguments import SIGMA_HELP, File, output, read_cloud
+from qattn.io.lengths import parse_sigma
 from qattn.io.writing import CLOUD_SUFFIXES, check_target
 from qattn.mass import density, vertex_areas
 

@@ -5,8 +5,9 @@ from typing import Annotated
 
 import typer
 
-from qattn.cli.arguments import FILE_HELP, SIGMA_HELP, parse_sigma, read_shape
+from qattn.cli.arguments import FILE_HELP, SIGMA_HELP, read_shape
 from qattn.io import Cloud, Grid, atomic_write
+from qattn.io.lengths import parse_sigma
 from qattn.io.writing import check_target
 from qattn.shapes import creature
 

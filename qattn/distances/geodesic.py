@@ -157,20 +157,13 @@ def _checked_kernel(q: Diffusion) -> GaussianKernel:
             f'got {type(kernel).__name__} and "{q.normalization}".'
         )
     kernel.ranks.check_alone("geodesic_distance")
-    if len(q.shape) > 2:
-        raise ValueError(
-            f"`geodesic_distance` takes one cloud with one bandwidth; this operator has shape {tuple(q.shape)}. "
-            "Take one item first, as in `geodesic_distance(q[0], sources)`."
-        )
+    _checks.one_item("geodesic_distance", q.shape, "geodesic_distance(q[0], sources)")
     return kernel
 
 
 def _checked_sources(sources: ArrayLike, num_points: int) -> Tensor:
     """Convert sources to integers, a scalar or of shape (S,) or (C, S)."""
-    indices = _checks.as_tensor("sources", sources)
-    if indices.is_floating_point() or indices.is_complex() or indices.dtype == torch.bool:
-        dtype = str(indices.dtype).removeprefix("torch.")
-        raise ValueError(f"`sources` should be integers, indices of points; got {dtype}.")
+    indices = _checks.integers("sources", sources, "indices of points")
     if indices.ndim > 2 or indices.numel() == 0:
         raise ValueError(
             "`sources` should be one index, or of shape (S,) or (C, S) with at least one source per set; "
@@ -181,4 +174,4 @@ def _checked_sources(sources: ArrayLike, num_points: int) -> Tensor:
         raise ValueError(
             f"`sources` should number points from 0 to {num_points - 1}; got numbers from {smallest} to {largest}."
         )
-    return indices.long()
+    return indices
