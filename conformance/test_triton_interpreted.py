@@ -21,7 +21,8 @@ from qattn.attended import PairTerms
 from qattn.attention import triton
 from qattn.attention.dispatch import BACKENDS
 from qattn.attention.inputs import Inputs
-from qattn.attention.triton import Triton, is_lift_exact
+from qattn.attention.tensor_cores import is_lift_exact
+from qattn.attention.triton import Triton
 from qattn.kernels.gaussian import calibration
 from qattn.lift import SPLIT_UNIT, extent
 from qattn.tiles import device

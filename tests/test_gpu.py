@@ -10,7 +10,7 @@ from qattn import GaussianKernel, attend, diffusion
 from qattn.attention.dispatch import BACKENDS, select
 from qattn.attention.dot_product import DotProductBackend
 from qattn.attention.inputs import Inputs
-from qattn.attention.triton import is_lift_exact
+from qattn.attention.tensor_cores import is_lift_exact
 from qattn.doctor import standard_problem
 from qattn.lift import SPLIT_UNIT
 from qattn.tiles.device import LIFTED_WEIGHT

@@ -12,16 +12,14 @@ import torch
 from qattn.attended import Attended, PairSums, PairTerms
 from qattn.attention.engine import Backend, Fused
 from qattn.attention.inputs import Inputs
-from qattn.lift import SPLIT_UNIT, part_dtype
+from qattn.attention.tensor_cores import is_lift_exact
 from qattn.tiles import device
-from qattn.tiles.device import DIMENSIONS, LIFTED_WEIGHT, DeviceTiling
+from qattn.tiles.device import DIMENSIONS, DeviceTiling
 
-__all__ = ["AMD", "Triton", "is_lift_exact"]
+__all__ = ["AMD", "Triton"]
 
 AMD = ("gfx90a", "gfx942", "gfx950")  # for which `make conformance` compiles the kernels
 _MAX_POINTS = 2**26  # rows of up to 32 channels that 32-bit offsets reach
-_MANY_PAIRS = 2**29  # from which tensor cores save more than lifting the points costs, by benchmarks/gpu_model.py
-_LIFTED_DIMENSIONS = 7  # whose lifted points have up to 32 columns
 
 
 class Triton(Backend, Fused):
@@ -68,16 +66,6 @@ class Triton(Backend, Fused):
 
     def pair_sums(self, inputs: Inputs, terms: PairTerms) -> PairSums:
         return device.differentiate(*_tilings(inputs), inputs.sigma, inputs.bias, terms)
-
-
-def is_lift_exact(inputs: Inputs, num_pairs: int) -> bool:
-    """Return whether tensor cores may compute the exponents: lifting pays for so many pairs, and is exact to `tol`."""
-    if num_pairs < _MANY_PAIRS or inputs.query.shape[-1] > _LIFTED_DIMENSIONS:
-        return False
-    extent = inputs.extent
-    relative = extent._replace(bias=2 * extent.bias)  # to the largest bias
-    error = extent.rounding(SPLIT_UNIT) + (0.0 if inputs.value is None else LIFTED_WEIGHT)
-    return part_dtype(relative) == torch.float16 and error <= inputs.tol
 
 
 def _tilings(inputs: Inputs) -> tuple[DeviceTiling, DeviceTiling]:

@@ -14,7 +14,7 @@ from qattn.attention import dispatch
 from qattn.attention.dispatch import Dispatch, select
 from qattn.attention.engine import Engine, Fused
 from qattn.attention.inputs import BlockLists, Inputs
-from qattn.attention.triton import is_lift_exact
+from qattn.attention.tensor_cores import is_lift_exact
 from qattn.lift import Extent
 from qattn.tiles import device, gaussian, plain
 from qattn.tiles.device import Cutoff, DeviceTiling
