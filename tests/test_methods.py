@@ -19,6 +19,7 @@ from qattn.kernels.gaussian.fourier import Fourier, FourierError
 from qattn.kernels.gaussian.plan import Plan
 from qattn.kernels.gaussian.prepared import PreparedPoints
 from qattn.ranks import ALONE
+from qattn.tiles.tiling import Tiling
 
 APPROXIMATE = ["tiles", "fourier"]
 SHAPES = {
@@ -185,6 +186,27 @@ def test_points_without_mass(method):
 
 
 # --- what "auto" takes
+
+
+def test_points_of_a_kernel_are_laid_out_once(monkeypatch):
+    made = []
+    monkeypatch.setattr("qattn.attention.inputs.Tiling", lambda points: made.append(points) or Tiling(points))
+    q = diffusion(torch.randn(40, 3), [0.5, 1.0], method="exact")
+    for value in (torch.randn(2, 40, 1), torch.randn(2, 40, 20)):
+        q @ value
+    assert int(q.num_iter.amax()) > 2
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize("batch", [(2, 3), (3, 2, 1)])
+def test_biases_may_add_axes_in_any_order(batch):
+    """The same number of clouds, whose points come in another order."""
+    points = torch.randn(2, 1, 20, 3).double()
+    biases = [torch.randn(2, 3, 20).double(), torch.randn(3, 2, 1, 20).double()]
+    kernel = GaussianKernel(points, 0.5, method="exact")
+    scores = -0.5 * torch.cdist(points, points) ** 2 / 0.25  # (2, 1, 20, 20)
+    for bias in biases if batch == (2, 3) else biases[::-1]:
+        torch.testing.assert_close(kernel.attend(bias).lse, (scores + bias[..., None, :]).logsumexp(-1))
 
 
 def test_auto_takes_the_cheapest_and_says_why():

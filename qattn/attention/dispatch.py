@@ -18,6 +18,7 @@ from qattn.attention.triton import Triton
 from qattn.attention.xformers import Xformers
 from qattn.lift import Extent
 from qattn.tiles.compiled import why_not_compiled
+from qattn.tiles.tiling import Tiling
 
 __all__ = ["BACKENDS", "ORDER", "Dispatch", "select"]
 
@@ -71,13 +72,14 @@ class Dispatch(Engine, Fused):
     Args:
         name: A backend, or "auto".
         is_strict: Whether a backend that does not take the inputs is an error. Otherwise "auto" serves.
-        is_prepared: Whether all inputs are of the same points, with biases that at most double. Backends are then
-            selected once for each kind of values, and a pass waits for nothing on the device.
+        is_prepared: Whether all inputs are of the same points, with biases that at most double. Points are then laid
+            out once; on a GPU, backends are selected once for each kind of values, and a pass waits for nothing there.
     """
 
     def __init__(self, name: str = "auto", is_strict: bool = True, is_prepared: bool = False) -> None:
         self._name, self._is_strict, self._is_prepared = name, is_strict, is_prepared
         self._selected: dict[object, tuple[Backend, Extent | None]] = {}
+        self._tilings: dict[object, tuple[Tiling, Tiling]] = {}
 
     def _backend(self, inputs: Inputs) -> Backend:
         if not self._is_strict and self._name != "auto" and BACKENDS[self._name].not_supported_reasons(inputs):
@@ -95,8 +97,16 @@ class Dispatch(Engine, Fused):
         return []  # `attend` raises with those of all backends
 
     def attend(self, inputs: Inputs) -> Attended:
-        if not self._is_prepared or inputs.device.type == "cpu":
-            return self._meanwhile(inputs, "attend").attend(inputs)
+        if inputs.device.type == "cpu":
+            backend = self._meanwhile(inputs, "attend")
+            if not self._is_prepared or not isinstance(backend, Native | Plain):
+                return backend.attend(inputs)
+            layout = inputs.dtype, inputs.batch  # to which biases may add axes
+            inputs = replace(inputs, known_tilings=self._tilings.get(layout))
+            self._tilings[layout] = inputs.tilings
+            return backend.attend(inputs)
+        if not self._is_prepared:
+            return self._backend(inputs).attend(inputs)
         kind = inputs.dtype, inputs.channels, None if inputs.value is None else inputs.value.dtype
         if kind not in self._selected:
             inputs = replace(inputs, bias_growth=2.0)

@@ -10,6 +10,7 @@ from torch import Tensor
 from qattn._types import dtype_name
 from qattn.attention.score import Score, gaussian
 from qattn.lift import Extent, extent
+from qattn.tiles.tiling import Tiling
 
 __all__ = ["BlockLists", "Inputs"]
 
@@ -39,6 +40,7 @@ class Inputs:
         batch: Shape that the batch axis had, which messages show.
         known_extent: Sizes of coordinates and biases, if they are known; None to measure them.
         bias_growth: Factor by which measured biases may still grow.
+        known_tilings: Queries and keys in tiles, if they are known; None to lay them out.
     """
 
     query: Tensor
@@ -53,6 +55,7 @@ class Inputs:
     batch: torch.Size | None = None
     known_extent: Extent | None = None
     bias_growth: float = 1.0
+    known_tilings: tuple[Tiling, Tiling] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -117,6 +120,14 @@ class Inputs:
     def measured_extent(self) -> Extent | None:
         """The extent, if it is known or something has asked for it."""
         return self.__dict__.get("extent", self.known_extent)
+
+    @cached_property
+    def tilings(self) -> tuple[Tiling, Tiling]:
+        """Queries and keys in tiles, in their own order."""
+        if self.known_tilings is not None:
+            return self.known_tilings
+        key = Tiling(self.key.to(self.dtype))
+        return key if self.query is self.key else Tiling(self.query.to(self.dtype)), key
 
     def describe(self) -> str:
         """Write one aligned line per tensor, for messages."""

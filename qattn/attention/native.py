@@ -14,7 +14,6 @@ from qattn.attention.inputs import Inputs
 from qattn.tiles import gaussian, plain
 from qattn.tiles.compiled import why_not_compiled
 from qattn.tiles.meanwhile import Loop, is_due
-from qattn.tiles.tiling import Tiling
 
 __all__ = ["Native", "Plain"]
 
@@ -55,7 +54,7 @@ class Native(Backend, Fused):
         return is_due(_loop(inputs, task), plain.seconds_for(pairs, inputs.query.shape[-1]))
 
     def attend(self, inputs: Inputs) -> Attended:
-        attended = gaussian.attend(*_tilings(inputs), inputs.sigma, inputs.value, inputs.bias)
+        attended = gaussian.attend(*inputs.tilings, inputs.sigma, inputs.value, inputs.bias)
         _loop(inputs, "attend").remember()
         return attended
 
@@ -63,7 +62,7 @@ class Native(Backend, Fused):
         return True
 
     def pair_sums(self, inputs: Inputs, terms: PairTerms) -> PairSums:
-        sums = gaussian.differentiate(*_tilings(inputs), inputs.sigma, inputs.bias, terms)
+        sums = gaussian.differentiate(*inputs.tilings, inputs.sigma, inputs.bias, terms)
         _loop(inputs, "differentiate").remember()
         return sums
 
@@ -78,13 +77,8 @@ class Plain(Backend):
         return []  # it takes what `Native` does
 
     def attend(self, inputs: Inputs) -> Attended:
-        return plain.attend(*_tilings(inputs), inputs.sigma, inputs.value, inputs.bias)
+        return plain.attend(*inputs.tilings, inputs.sigma, inputs.value, inputs.bias)
 
 
 def _loop(inputs: Inputs, name: str) -> Loop:
     return gaussian.loop_of(name, inputs.dtype, inputs.query.shape[-1])
-
-
-def _tilings(inputs: Inputs) -> tuple[Tiling, Tiling]:
-    key = Tiling(inputs.key.to(inputs.dtype))
-    return key if inputs.query is inputs.key else Tiling(inputs.query.to(inputs.dtype)), key

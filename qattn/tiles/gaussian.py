@@ -4,6 +4,7 @@ import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -70,8 +71,8 @@ def attend(
     tiny = M * 2.0 ** simd.LOWEST[8 * dtype.itemsize] / torch.finfo(dtype).eps
     if cutoff is not None and value is None and query is key and _unrolled(query):
         lse, rows = _sums_of_pairs(query, scale, weights, cutoff, tiny)
-    tensors = query.points, query.order, scale, key.columns, weights.beta, weights.top, values, key_tiles
-    arrays = [x.numpy() for x in tensors]
+    tensors = query.points, query.order, scale, key.columns, weights.beta, weights.top, values
+    arrays = [*(x.numpy() for x in tensors), key_tiles]
     run = partial(gaussian.attend_tiles, *arrays, cutoff, tiny, _unrolled(query), are_few, lse.numpy(), out.numpy())
     share(run, rows)
     return Attended(None if value is None else out.to(value.dtype), lse)
@@ -204,11 +205,11 @@ def scales_of(query: Tiling, sigma: Tensor | None) -> Tensor:
     return ones * FACTOR**2 if sigma is None else (FACTOR / sigma.detach().cpu().double()).square().to(ones)
 
 
-def _tiles_of_clouds(query: Tiling, key: Tiling, weights: Weights) -> Tensor:
+def _tiles_of_clouds(query: Tiling, key: Tiling, weights: Weights) -> np.ndarray:
     """Return the range of key tiles of each query tile, (tiles, 2); empty for clouds without keys."""
-    first = key.tiles * torch.arange(query.clouds)
-    last = torch.where((weights.tiles > -torch.inf).any(-1), first + key.tiles, first)
-    return torch.stack([first, last], dim=1).repeat_interleave(query.tiles, 0)
+    first = key.tiles * np.arange(query.clouds)
+    last = np.where((weights.tiles.numpy() > -np.inf).any(-1), first + key.tiles, first)
+    return np.stack([first, last], axis=1).repeat(query.tiles, axis=0)
 
 
 def _unrolled(query: Tiling) -> tuple[int, ...]:
@@ -216,7 +217,7 @@ def _unrolled(query: Tiling) -> tuple[int, ...]:
     return (0,) * query.dims if query.dims <= _UNROLLED else ()
 
 
-def _chunks(key_tiles: Tensor, *, is_limited: bool) -> list[tuple[int, int]]:
+def _chunks(key_tiles: np.ndarray, *, is_limited: bool) -> list[tuple[int, int]]:
     """Ranges of query tiles of about equal work."""
     tiles = len(key_tiles)
     if is_limited:
