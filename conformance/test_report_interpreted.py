@@ -12,7 +12,7 @@ from conftest import Held
 from interpreter import products_of_bfloat16  # noqa: F401  (a fixture)
 
 from qattn import doctor
-from qattn.attention import flex, triton
+from qattn.attention import flex, tensor_cores
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(doctor, "_SMALL", 128)
     monkeypatch.setattr(doctor, "_BUDGET", 0)
     monkeypatch.setattr(flex.shutil, "which", lambda name: None)  # or FlexAttention would be compiled for a GPU
-    monkeypatch.setattr(triton, "_MANY_PAIRS", 200**2)  # for the large clouds alone
+    monkeypatch.setattr(tensor_cores, "MANY_PAIRS", 200**2)  # for the large clouds alone
     changes = {"DEVICE": "cpu", "POINTS": 200, "MANY_POINTS": 300, "TRAINED": (100,), "REPORT": tmp_path / "report.md"}
     for name, value in changes.items():
         monkeypatch.setattr(gpu, name, value)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import qattn
 from qattn.attended import PairTerms
-from qattn.attention import triton
+from qattn.attention import tensor_cores
 from qattn.attention.dispatch import BACKENDS
 from qattn.attention.inputs import Inputs
 from qattn.attention.tensor_cores import is_lift_exact
@@ -240,7 +240,7 @@ def test_lifted_lse_over_lists(held: Held) -> None:
 
 @pytest.mark.parametrize(("sigma", "is_lifted"), [(0.1, True), (0.005, False)])
 def test_many_pairs_are_lifted_where_that_is_exact_enough(sigma, is_lifted, held: Held, monkeypatch) -> None:
-    monkeypatch.setattr(triton, "_MANY_PAIRS", 0)
+    monkeypatch.setattr(tensor_cores, "MANY_PAIRS", 0)
     attended = Mock(wraps=device.attend)
     monkeypatch.setattr(device, "attend", attended)
     points = (ball(300) / sigma).float()
@@ -434,7 +434,7 @@ def test_a_diffusion_end_to_end_equals_native(method, held: Held, monkeypatch: p
 @pytest.mark.parametrize("method", ["exact", "tiles"])
 def test_a_diffusion_by_tensor_cores(method, held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sinkhorn passes and the product; the sums of its gradient are of differences."""
-    monkeypatch.setattr(triton, "_MANY_PAIRS", 1)
+    monkeypatch.setattr(tensor_cores, "MANY_PAIRS", 1)
     summed, attended = (Mock(wraps=getattr(operators, f"{name}_lifted_blocks")) for name in ("sum", "attend"))
     monkeypatch.setattr(operators, "sum_lifted_blocks", summed)
     monkeypatch.setattr(operators, "attend_lifted_blocks", attended)

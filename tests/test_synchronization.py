@@ -10,7 +10,7 @@ from cases import slow
 from fake_cuda import Recorder, Synchronizations, allow_fake_cuda_tensors, fake_cuda
 
 import qattn
-from qattn.attention import triton
+from qattn.attention import tensor_cores
 from qattn.kernels.gaussian import prepared
 from qattn.tiles import device
 
@@ -68,7 +68,7 @@ def test_our_own_kernels_wait_for_the_convergence_alone(monkeypatch, method):
 
 def test_points_are_measured_once_to_be_lifted(monkeypatch):
     """Tensor cores serve lse alone if the lift is exact enough, which is known after the first pass."""
-    monkeypatch.setattr(triton, "_MANY_PAIRS", 0)
+    monkeypatch.setattr(tensor_cores, "MANY_PAIRS", 0)
     few, many = (launches_and_waits(monkeypatch, "exact", max_iter, 8) for max_iter in (3, 11))
     lifted = sys.modules["qattn.tiles.gpu.operators"].sum_lifted_blocks
     assert lifted.call_count == 10  # the last pass has values

@@ -6,15 +6,15 @@ from qattn.attention.inputs import Inputs
 from qattn.lift import SPLIT_UNIT, part_dtype
 from qattn.tiles.device import LIFTED_WEIGHT
 
-__all__ = ["is_lift_exact"]
+__all__ = ["MANY_PAIRS", "is_lift_exact"]
 
-_MANY_PAIRS = 2**29  # from which tensor cores save more than lifting the points costs, by benchmarks/gpu_model.py
+MANY_PAIRS = 2**29  # from which tensor cores save more than lifting the points costs, by benchmarks/gpu_model.py
 _LIFTED_DIMENSIONS = 7  # whose lifted points have up to 32 columns
 
 
 def is_lift_exact(inputs: Inputs, num_pairs: int) -> bool:
     """Return whether tensor cores may compute the exponents: lifting pays for so many pairs, and is exact to `tol`."""
-    if num_pairs < _MANY_PAIRS or inputs.query.shape[-1] > _LIFTED_DIMENSIONS:
+    if num_pairs < MANY_PAIRS or inputs.query.shape[-1] > _LIFTED_DIMENSIONS:
         return False
     extent = inputs.extent
     relative = extent._replace(bias=2 * extent.bias)  # to the largest bias
