@@ -4,6 +4,7 @@ import sys
 import time
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
@@ -19,7 +20,7 @@ class Progress:
 
     Examples:
         >>> with Progress("Sinkhorn") as progress:
-        ...     progress.advance(error=torch.tensor(1e-3))
+        ...     progress.advance(error=np.array(1e-3))
     """
 
     def __init__(self, name: str, total: int | None = None) -> None:
@@ -30,8 +31,8 @@ class Progress:
     def __enter__(self) -> "Progress":
         return self
 
-    def advance(self, **figures: Tensor) -> None:
-        """Count one pass, and show the largest number of each tensor; it is read only if the bar is shown."""
+    def advance(self, **figures: Tensor | np.ndarray) -> None:
+        """Count one pass, and show the largest number of each tensor or array."""
         self._count += 1
         if self._bar is None:
             is_first = not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
@@ -41,7 +42,7 @@ class Progress:
 
             self._bar = tqdm(desc=self._name, total=self._total, unit=" passes", leave=False, mininterval=0)
             self._bar.update(self._count - 1)
-        self._bar.set_postfix({name: f"{float(x.amax()):.1e}" for name, x in figures.items()}, refresh=False)
+        self._bar.set_postfix({name: f"{float(x.max()):.1e}" for name, x in figures.items()}, refresh=False)
         self._bar.update()
 
     def __exit__(self, *_: object) -> None:

@@ -166,6 +166,32 @@ def test_the_last_pass_applies_the_values(monkeypatch):
     torch.testing.assert_close(out, torch.exp(q.potential + lse)[:, None] * mean, rtol=0, atol=1e-12)
 
 
+def potentials_of_all_rows(points, sigma, mass):
+    """Potentials (H, N) of a cloud in float64, by plain iterations; those of points without mass follow."""
+    x = points.double() / sigma.double()[:, None, None]
+    scores, f = -0.5 * torch.cdist(x, x) ** 2, torch.zeros(x.shape[:2]).double()
+    for _ in range(100):
+        f = 0.5 * (f - torch.logsumexp(scores + (f + mass.double().log())[:, None, :], -1))
+    return -torch.logsumexp(scores + (f + mass.double().log())[:, None, :], -1)
+
+
+@pytest.mark.parametrize("method", ["exact", "tiles", "fourier"])
+@pytest.mark.parametrize("warm", [False, True])
+def test_potentials_at_points_without_mass(method, warm):
+    """Near and far away, and for heads that stop at a pass of their own."""
+    points, sigma = ball(60).float(), torch.tensor([0.3, 0.6, 3.0])
+    far = 1.0 if method == "fourier" else 50.0
+    points[-6:] *= torch.tensor([1.0, 1.0, 2.0, 4.0, 6.0, 6.0 * far])[:, None]
+    mass = torch.full((60,), 1 / 54)
+    mass[-6:] = 0
+    expected = potentials_of_all_rows(points, sigma, mass)
+    kernel = GaussianKernel(points, sigma, method=method, tol=1e-6)
+    result = sinkhorn(kernel, mass, tol=1e-5, init=expected.float() if warm else None)
+    assert (len(set(result.num_iter.tolist())) > 1) != warm
+    errors = (result.potential - expected).abs() / expected.abs().clamp(min=1)
+    assert errors.amax() < 5e-5, errors
+
+
 def test_values_of_a_batch_whose_items_stop_at_different_passes():
     kernel, value = GaussianKernel(torch.stack([ball(100), 100 * ball(100)]), 0.3), torch.randn(2, 100, 2).double()
     out, _ = diffuse(kernel, None, value, tol=1e-6)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from cases import slow
 from fake_cuda import Recorder, Synchronizations, allow_fake_cuda_tensors, fake_cuda
+from torch.overrides import TorchFunctionMode
 
 import qattn
 from qattn.attention import tensor_cores
@@ -39,6 +40,32 @@ def test_a_sinkhorn_pass_waits_once(channels):
     few, many = passes_and_waits(channels, 3), passes_and_waits(channels, 11)
     assert many[0] - few[0] == 8
     assert many[1] - few[1] == 8
+
+
+class Reads(TorchFunctionMode):
+    """Counts the numbers and sizes that the host reads from tensors on the CPU, where nothing is fake."""
+
+    count = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.count += function.__name__ in ("__bool__", "__float__", "__int__", "item", "tolist", "nonzero")
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_points_without_mass_add_one_wait_to_a_pass(is_padded):
+    """Their rows are computed apart if they are far away, which is asked in each pass."""
+
+    def reads(max_iter):
+        mass = torch.ones(50)
+        if is_padded:
+            mass[-5:] = 0
+        kernel = qattn.GaussianKernel(torch.rand(50, 3), 0.3, method="exact", backend="reference")
+        with Reads() as counter:
+            qattn.diffusion(kernel, mass=mass, tol=0, solver=qattn.Solver(max_iter=max_iter))
+        return counter.count
+
+    assert reads(11) - reads(3) == 8 * (1 + is_padded)
 
 
 def launches_and_waits(monkeypatch, method, max_iter, channels):

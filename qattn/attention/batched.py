@@ -93,7 +93,7 @@ def _with_far_rows(inputs: Inputs, attended: Attended) -> Attended:
     """
     (out, lse), bias = attended, inputs.bias
     is_self = inputs.query is inputs.key
-    if (is_self and (bias is None or not (bias == -torch.inf).any())) or not (lse > -torch.inf).any():
+    if is_self and bias is None:
         return attended
     largest_bias = 0.0 if bias is None else bias.amax(-1, keepdim=True)
     reach = max(_FAR, inputs.tol / (8 * torch.finfo(torch.float32).eps))

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -170,61 +171,60 @@ def _iterate(
     kernel: Kernel,
     mass: Tensor,
     log_mass: Tensor,
-    all_rows: bool,
+    has_massless: bool,
     start: Tensor | None,
     tol: float,
     solver: Solver,
     value: Tensor | None,
 ) -> tuple[SinkhornResult, Tensor | None]:
-    """Iterate until each item of the batch has converged; also return Q applied to values, if the last pass did it."""
+    """Iterate until each item of the batch has converged; also return Q applied to values, if the last pass did it.
+
+    Decisions are made on the host, from the errors of the items: reading them is all that a pass waits for on a GPU,
+    besides the rows of points without mass, which the kernel may compute apart.
+    """
     share = shares(mass.detach(), kernel.ranks)
     min_iter = _MIN_UNROLLED if torch.is_grad_enabled() and needs_gradient(kernel, log_mass) else 1
     f = torch.zeros(kernel.shape[:-1], dtype=kernel.dtype, device=kernel.device) if start is None else start
-    batch, has_no_mass = f.shape[:-1], log_mass == -torch.inf
-    step = Chebyshev()
-    is_active = torch.ones(batch, dtype=torch.bool, device=f.device)
-    is_plain = torch.full_like(is_active, solver.iteration == "plain")
-    passes = torch.zeros(batch, dtype=torch.int64, device=f.device)
-    error = torch.full(batch, torch.inf, dtype=f.dtype, device=f.device)
-    errors: list[Tensor] = []
-    out, is_next_last, are_all_active = None, False, True
+    has_no_mass = log_mass == -torch.inf
+    batch, step = f.shape[:-1], Chebyshev()
+    error, passes = np.full(batch, np.inf), np.zeros(batch, np.int64)
+    is_active, is_plain = np.ones(batch, bool), np.full(batch, solver.iteration == "plain")
+    errors: list[np.ndarray] = []
+    out, is_last = None, False
     with Progress("Sinkhorn") as progress:
         for count in range(1, solver.max_iter + 1):
-            is_last = value is not None and (count == solver.max_iter or is_next_last)
+            is_last = is_last or count == solver.max_iter
+            active = None if is_active.all() else torch.as_tensor(is_active, device=f.device)[..., None]
             bias = f + log_mass
-            if not are_all_active:  # items that have converged get no keys, which backends can skip
-                bias = torch.where(is_active[..., None], bias, -torch.inf)
-            mean, lse = kernel.attend(bias, value if is_last else None, all_rows=all_rows)
+            if active is not None:  # items that have converged get no keys, which backends can skip
+                bias = torch.where(active, bias, -torch.inf)
+            mean, lse = kernel.attend(bias, value if is_last else None, all_rows=has_massless)
             # Rows that no mass reaches, such as padding in a graph, have no potential, and are left unchanged.
-            is_reached = lse > -torch.inf
-            log_sums = torch.where(is_reached, f + lse, 0)
-            excess = log_sums.detach()
-            if all_rows:  # e^x may overflow at points far away
-                excess = torch.where(has_no_mass, 0, excess)
-            new = kernel.ranks.total(torch.expm1(excess).abs_().mul_(share))
+            log_sums = torch.nan_to_num(f + lse, nan=torch.nan, posinf=torch.inf, neginf=0.0)
+            if has_massless:  # the potential of points without mass follows from that of the others
+                log_sums = torch.where(has_no_mass, 0, log_sums)
+                f = torch.where(has_no_mass & (lse > -torch.inf), -lse, f)
+            excess = torch.expm1(log_sums.detach()).abs_().mul_(share)
+            new = np.array(kernel.ranks.total(excess).tolist()).reshape(batch)
             # Chebyshev assumes a positive definite kernel: if the error grows, switch to the safe θ = ½.
             is_plain = is_plain | (is_active & (new > 2 * error))
-            error = torch.where(is_active, new, error)
-            passes = passes + is_active
+            error, passes = np.where(is_active, new, error), passes + is_active
             errors.append(error)
             progress.advance(error=error)
-            out = None  # that of an earlier pass belongs to another potential
-            if all_rows:  # the potential of points without mass follows from that of the others
-                f = torch.where(has_no_mass & is_reached, -lse, f)
-            if mean is not None and are_all_active:  # converged items have no keys in this pass, and so no mean
+            if mean is not None and active is None:  # converged items have no keys in this pass, and so no mean
                 out = (torch.exp(f + lse)[..., None] * mean).to(mean.dtype)
             if count >= min_iter:
                 is_active = is_active & ~(error <= tol)
-            # The only synchronization of a pass: the number of active items, of those that the next pass leaves, and
-            # of those without Chebyshev's steps.
-            counts = torch.stack([is_active.sum(), (is_active & (error * _GAIN > tol)).sum(), is_plain.sum()]).tolist()
-            are_all_active, is_next_last, are_some_plain = counts[0] == is_active.numel(), counts[1] == 0, counts[2] > 0
-            if counts[0] == 0 or count == solver.max_iter:
+            if not is_active.any() or count == solver.max_iter:
                 break
+            out = None  # it belongs to another potential
+            is_last = not (is_active & (error * _GAIN > tol)).any()
             move = -0.5 * log_sums if start is None and count == 1 else step(-log_sums)
-            if are_some_plain:
-                move = torch.where(is_plain[..., None], -0.5 * log_sums, move)
-            if not are_all_active:
-                move = torch.where(is_active[..., None], move, 0)
+            if is_plain.any():
+                move = torch.where(torch.as_tensor(is_plain, device=f.device)[..., None], -0.5 * log_sums, move)
+            if not is_active.all():
+                move = torch.where(torch.as_tensor(is_active, device=f.device)[..., None], move, 0)
             f = f + move
-    return SinkhornResult(f, error, passes, error <= tol, tuple(errors)), out
+    numbers = [torch.as_tensor(x, dtype=f.dtype, device=f.device) for x in errors]
+    converged, counts = (torch.as_tensor(x, device=f.device) for x in (error <= tol, passes))
+    return SinkhornResult(f, numbers[-1], counts, converged, tuple(numbers)), out
