@@ -37,6 +37,7 @@ from qattn import (
     shapes,
     signatures,
 )
+from qattn._versions import __version__ as __version__
 from qattn.attended import Attended, merge
 from qattn.attention import attend
 from qattn.axioms import AxiomReport, check_axioms
@@ -58,8 +59,6 @@ from qattn.operators.sinkhorn import SinkhornResult, Solver, sinkhorn
 from qattn.orientation import normals
 from qattn.spectra import Spectrum, eigsh, laplacian_eigenvalues
 from qattn.spectra.automatic import spectrum
-
-__version__ = "0.2.0"
 
 
 def __getattr__(name: str) -> ModuleType:

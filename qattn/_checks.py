@@ -200,7 +200,7 @@ def signal(numbers: ArrayLike, shape: torch.Size, device: torch.device, ranks: R
     tensor = floating("signal", tensor.to(torch.get_default_dtype()) if tensor.dtype == torch.bool else tensor)
     M = shape[-1]
     kind = {"The shape of `signal`": kind_of_rows(tensor, -2), "The dtype of `signal`": tensor.dtype}
-    ranks.agree("q @ signal", device, kind)
+    ranks.agree("@", device, kind)
     axis = -1 if tensor.ndim == 1 else -2
     if tensor.ndim == 0 or tensor.shape[axis] != M:
         raise ValueError(

@@ -1,11 +1,13 @@
-"""Differences between versions of torch, and libraries that are missing or do not import, in sentences for users."""
+"""The version of qattn, differences between versions of torch, and libraries that are missing or do not import."""
 
 import functools
 import importlib
 
 import torch
 
-__all__ = ["is_exporting", "why_no_flex", "why_not_importable"]
+__all__ = ["__version__", "is_exporting", "why_no_flex", "why_not_importable"]
+
+__version__ = "0.2.0"
 
 _TORCH = tuple(int(number) for number in torch.__version__.split(".")[:2])
 # First version of torch whose FlexAttention serves, by device: on CUDA the one that returns an lse by `AuxRequest`, and

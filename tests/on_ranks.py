@@ -162,7 +162,7 @@ def batches_and_heads(method):
 
 
 def gradients(method):
-    """By points, σ, masses and signal, through the normalization; and of second order, where that is quick."""
+    """By points, σ, masses and signal, through the normalization, with a graph and without; and of second order."""
     N, tol = 90, TOL[method]
     given = cloud(N)
     weights = torch.randn(N, 2, dtype=torch.float64)
@@ -176,11 +176,12 @@ def gradients(method):
         sigma = torch.tensor(SIGMA, dtype=torch.float64, requires_grad=True)
         inputs = points, sigma, mass, signal
         loss = loss_of(kernel, *inputs, weights[index])
+        plain = torch.autograd.grad(loss, inputs, retain_graph=True)
         first = torch.autograd.grad(loss, inputs, create_graph=True)
         if method == "fourier":  # many small sums, which take their time
-            return first
+            return *plain, *first
         # A second order that goes through everything: of |∂loss/∂points|².
-        return *first, *torch.autograd.grad(first[0].square().sum(), inputs)
+        return *plain, *first, *torch.autograd.grad(first[0].square().sum(), inputs)
 
     expected = derivatives(lambda x, s: qattn.GaussianKernel(x, s, method="exact"), torch.arange(N))
     for index in list(shares(N))[1:]:

@@ -113,29 +113,33 @@ def test_value_and_gradient(case):
     close(along, slopes[:, 0], 1e-3)
 
 
-def gradients_of(case, dtype, build, signal, mass, weight, mean=0.0):
-    """The tensors, and the gradients by them of a loss of Q(signal + mean) and of Qᵀ signal."""
+def gradients_of(case, dtype, build, signal, mass, weight, mean=0.0, create_graph=True):
+    """The tensors, and the gradients by them of a loss of Q(signal + mean) and of Qᵀ signal.
+
+    If no graph is created, engines that can sum all derivatives in one pass do so; else they are attends.
+    """
     tensors = tensors_of(case, dtype, requires_grad=True)
     signal, mass = (x.to(dtype).clone().requires_grad_() for x in (signal, mass))
     wanted = [x for x in tensors.values() if x.requires_grad] + [mass, signal]
     q, weight = build(tensors, mass), weight.to(dtype)
     loss = ((q @ (signal + mean)) * weight).sum() + ((q.T @ signal.flip(0)) * weight.flip(0)).sum()
-    return wanted, torch.autograd.grad(loss, wanted, create_graph=True)
+    return wanted, torch.autograd.grad(loss, wanted, create_graph=create_graph)
 
 
 def dense_operator(case):
     return lambda tensors, mass: operator(case.log(**tensors), mass)
 
 
+@pytest.mark.parametrize("create_graph", [False, slow(True)], ids=["fused", "composed"])
 @pytest.mark.parametrize("mean", [0.0, 100.0])
-def test_first_gradients(case, mean):
+def test_first_gradients(case, mean, create_graph):
     """By every tensor, the masses and the signal, in float32, also of signals far from 0."""
     mass, signal, weight = masses(case), *torch.randn(2, case.size, 2, dtype=DOUBLE)
 
     def build(tensors, mass):
         return diffusion(case.make(**tensors), mass=mass, tol=1e-6, solver=Solver(max_iter=300))
 
-    _, found = gradients_of(case, SINGLE, build, signal, mass, weight, mean)
+    _, found = gradients_of(case, SINGLE, build, signal, mass, weight, mean, create_graph)
     _, expected = gradients_of(case, DOUBLE, dense_operator(case), signal, mass, weight, mean)
     for grad, right in zip(found, expected, strict=True):
         close(grad, right, 2e-3)

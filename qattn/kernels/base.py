@@ -15,6 +15,7 @@ from torch import Tensor
 
 from qattn import _checks
 from qattn._broadcasting import Index, broadcast_shapes, own_index
+from qattn._eager import eager
 from qattn._html import table
 from qattn._types import ArrayLike
 from qattn.attended import Attended, merge
@@ -94,13 +95,19 @@ class Kernel(ABC):
         """Return the kernel on another device or in another dtype; see `Tensor.to` for the arguments."""
         return self.replace(*(tensor.to(*args, **kwargs) for tensor in self.tensors))
 
-    def __matmul__(self, signal: Tensor) -> Tensor:
-        """Apply K to a signal (M,), (M, C) or (*batch, M, C)."""
-        value = signal[:, None] if signal.ndim == 1 else signal
-        out, lse = self.attend(torch.zeros(self.shape[-1], dtype=self.dtype, device=self.device), value)
+    @eager
+    def __matmul__(self, signal: ArrayLike) -> Any:
+        """Apply K to a signal (M,), (M, C) or (*batch, M, C).
+
+        Returns:
+            A tensor, an array or a DTensor of shape (*batch, N) or (*batch, N, C), as `signal` is.
+        """
+        values = _checks.signal(signal, self.shape, self.device, self.ranks)
+        columns = values[:, None] if values.ndim == 1 else values
+        out, lse = self.attend(torch.zeros(self.shape[-1], dtype=self.dtype, device=self.device), columns)
         assert out is not None
-        product = (torch.exp(lse)[..., None] * out).to(signal.dtype)
-        return product[..., 0] if signal.ndim == 1 else product
+        product = (torch.exp(lse)[..., None] * out).to(values.dtype)
+        return self.ranks.like(product[..., 0] if values.ndim == 1 else product, signal)
 
     def to_dense(self) -> Tensor:
         """Compute the matrix K, shape (*batch, N, M), if it fits a gigabyte."""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-import qattn
+from qattn._versions import __version__
 from qattn.attention.dispatch import BACKENDS
 from qattn.attention.inputs import Inputs
 from qattn.tiles import device as on_device
@@ -44,7 +44,7 @@ def rates(device: torch.device) -> Rates | None:
     points = torch.zeros(1, 1, 3, device=device)
     if BACKENDS["triton"].not_supported_reasons(Inputs(points, points)):
         return None
-    name = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, qattn {qattn.__version__}"
+    name = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, qattn {__version__}"
     folder = cache_folder()
     path = None if folder is None else folder / "costs.json"
     kept = {} if path is None else _read(path)

@@ -18,7 +18,7 @@ from qattn.kernels.gaussian import calibration, exact_rows, fourier
 from qattn.kernels.gaussian.prepared import PreparedPoints
 from qattn.tiles import gaussian, plain
 from qattn.tiles.compiled import why_not_compiled
-from qattn.tiles.meanwhile import Loop, forgo, patience
+from qattn.tiles.meanwhile import Loop, patience
 from qattn.tiles.sizes import TILE
 
 __all__ = ["METHODS", "Choice", "Workload", "choose", "is_known"]
@@ -80,11 +80,13 @@ class Choice:
         method: Name of the method.
         notes: One note per candidate.
         seconds: Estimated duration of a pass with each candidate.
+        forgone: A loop that would be faster if it were compiled, and by how many seconds; or None.
     """
 
     method: str
     notes: dict[str, str]
     seconds: dict[str, float]
+    forgone: tuple[Loop, float] | None = None
 
     def __str__(self) -> str:
         width = max(map(len, self.notes))
@@ -180,12 +182,13 @@ def choose(
             seconds["tiles"] = until_compiled("tiles", by_loops, by_torch)
             notes["tiles"] = f"{near / pairs:.1e} of all pairs, {_per_pass(seconds['tiles'])}"
     best = min(seconds, key=lambda name: workload.passes(name) * seconds[name])
+    forgone = None
     if compiled and best not in compiled:
         least, loop = min(compiled.values(), key=itemgetter(0))
-        forgo(loop, max(0.0, workload.passes(best) * seconds[best] - least))
+        forgone = loop, max(0.0, workload.passes(best) * seconds[best] - least)
     # The same on all ranks, whose estimates may differ by rounding.
     best = METHODS[int(ranks.maximum(torch.tensor(METHODS.index(best), device=device)))]
-    return Choice(best, {name: notes[name] for name in METHODS if name in notes}, seconds)
+    return Choice(best, {name: notes[name] for name in METHODS if name in notes}, seconds, forgone)
 
 
 def _costs(points: PreparedPoints, is_measured: bool) -> tuple[_Costs, str]:

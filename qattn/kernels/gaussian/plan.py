@@ -24,6 +24,7 @@ from qattn.kernels.gaussian.tiles import Tiles
 from qattn.ranks import Ranks
 from qattn.tiles.compiled import why_not_compiled
 from qattn.tiles.device import why_not_installed
+from qattn.tiles.meanwhile import forgo
 
 __all__ = ["Plan"]
 
@@ -95,6 +96,9 @@ class Plan:
     def parts(self) -> list[tuple[Tensor | None, Engine]]:
         """Heads of each method in use, None for all, and their engine."""
         methods = [choice.method for choice in self._first_choices]
+        for choice in self._first_choices:
+            if choice.forgone is not None:
+                forgo(*choice.forgone)
         parts: list[tuple[Tensor | None, Engine]] = []
         for method in dict.fromkeys(methods):
             numbers = [head for head, name in enumerate(methods) if name == method]
