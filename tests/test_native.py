@@ -1,5 +1,6 @@
 """What is particular to the compiled loop: threads, forks, its cache."""
 
+import math
 import multiprocessing
 import threading
 import time
@@ -35,6 +36,16 @@ def test_the_thread_count_changes_nothing():
         torch.set_num_threads(threads)
     for other in results[1:]:
         torch.testing.assert_close(other, results[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("channels", [3, 20])
+def test_sums_over_many_equal_keys(channels):
+    """Added one by one in float32, a quarter of a million equal weights would lose three digits."""
+    N = 2**18
+    value = torch.arange(channels) + torch.arange(N)[:, None] % 3.0
+    out, lse = attend(torch.full((2, 3), 0.4), torch.zeros(N, 3), value, backend="native")
+    assert (lse - (math.log(N) - 0.24)).abs().max() < 1e-5
+    torch.testing.assert_close(out.double(), value.double().mean(0).expand(2, -1), rtol=1e-5, atol=0)
 
 
 @pytest.fixture(params=["torch's", "our own"])

@@ -117,6 +117,56 @@ def test_layers_in_16_bits(dtype, bound):
     assert relative(grads[1], grads[0]) < bound
 
 
+@pytest.mark.parametrize("backend", ["native", "sdpa", "reference"])
+@pytest.mark.parametrize("order", [1, 2])
+def test_backward_passes_under_autocast(backend, order):
+    """A backward pass that is started within autocast sums in float32, and so does one that is differentiated again."""
+    given = 3 * torch.randn(200, 3, dtype=torch.float64), torch.randn(200, 4, dtype=torch.float64)
+    weight = torch.randn(200, 4, dtype=torch.float64)
+
+    def gradients(dtype, backend, autocast):
+        leaves = [x.to(dtype).requires_grad_() for x in given]
+        out, lse = qattn.attend(leaves[0], leaves[0], leaves[1], backend=backend)
+        loss = (out * weight.to(dtype)).sum() + lse.sin().sum()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            grads = torch.autograd.grad(loss, leaves, create_graph=order == 2)
+            return grads if order == 1 else torch.autograd.grad(sum(x.square().sum() for x in grads), leaves)
+
+    expected = gradients(torch.float64, "reference", False)
+    for grad, right in zip(gradients(torch.float32, backend, True), expected, strict=True):
+        assert relative(grad, right) < 1e-4
+
+
+def test_autocast_does_not_round_what_qattn_computes():
+    """Spectra, signatures, maps and matrices given as functions, in the dtype of their inputs."""
+    points = sphere(300).float()
+    similarity = torch.exp(-torch.cdist(points, points).square() / 0.2)
+
+    def results():
+        spectrum = qattn.eigsh(qattn.diffusion(points, 0.4), 9)
+        product = qattn.diffusion(qattn.MatrixKernel(lambda x: similarity @ x, num_rows=300), tol=1e-6) @ points
+        signature = qattn.signatures.heat_kernel_signature(spectrum, num_times=4)
+        return spectrum.frequencies, signature, spectrum.power(1.5, points), product
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = results()
+    for inside, outside in zip(found, results(), strict=True):
+        torch.testing.assert_close(inside, outside, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("unit", [1e-14, 1e14])
+def test_gradients_by_sigma_in_other_units(unit):
+    """Their third powers are beyond the range of float32."""
+    points, weight = sphere(100).float(), torch.randn(100, 3)
+
+    def gradient(unit):
+        sigma = torch.tensor(0.4 * unit, requires_grad=True)
+        loss = ((qattn.diffusion(points * unit, sigma, tol=1e-6) @ points) * weight).sum()
+        return unit * torch.autograd.grad(loss, sigma)[0]
+
+    torch.testing.assert_close(gradient(unit), gradient(1.0), rtol=1e-3, atol=0)
+
+
 def test_attention_under_autocast():
     """Content that bfloat16 layers made: gradients by σ are those of float64 with the same content."""
     torch.manual_seed(0)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from qattn._eager import without_autocast
 from qattn.attended import Attended, Derivatives, PairSums, PairTerms, balanced, power_of_2, sized
 from qattn.attention.engine import Differentiating, Engine, Fused
 from qattn.attention.inputs import Inputs
@@ -72,6 +73,7 @@ class _Attend(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
+    @without_autocast
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         query, key, value, bias, sigma, out, lse = ctx.saved_tensors
         key = query if ctx.is_self else key
@@ -119,13 +121,13 @@ def _gradients(
         if needs.value and grad_out is not None:
             sums = sums._replace(values=_by_value(engine, inputs, attended.lse, grad_out))
     sigma = sides.inputs.sigma
-    squared = 1.0 if sigma is None else sigma[:, None, None] ** 2
+    width = 1.0 if sigma is None else sigma[:, None, None]  # divided by one after the other: powers may overflow
     gradients = (
-        sums.rows.first / squared if needs.query else None,
-        -sums.column_first / squared if needs.key and sums.column_first is not None else None,
+        sums.rows.first / width / width if needs.query else None,
+        -sums.column_first / width / width if needs.key and sums.column_first is not None else None,
         sums.values if needs.value else None,
         sums.column_total if needs.bias else None,
-        sums.rows.second.sum(-1) / sigma**3 if needs.sigma and sigma is not None else None,
+        sums.rows.second.sum(-1) / sigma / sigma / sigma if needs.sigma and sigma is not None else None,
     )
     return tuple(
         None if gradient is None or tensor is None else gradient.to(tensor.dtype)
@@ -288,7 +290,8 @@ def derivatives(
     total = (row * sums[0]).sum(-1)
     first, second = torch.zeros_like(query), torch.zeros_like(total)
     if needs_first or needs_second:
-        by_key = torch.einsum("bnc,bncd->bnd", row, sums[1].unflatten(-1, (C, D)))
+        # No product of matrices, which autocast would round if it is differentiated again.
+        by_key = (row[..., None] * sums[1].unflatten(-1, (C, D))).sum(-2)
         first = by_key - query * total[..., None]
         if needs_second:
             second = (row * sums[2]).sum(-1) - (query * (by_key + first)).sum(-1)

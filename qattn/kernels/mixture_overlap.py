@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from qattn._broadcasting import broadcast_shapes
+from qattn._eager import without_autocast
 from qattn._vector_jacobian import vector_jacobian
 from qattn.attended import Attended, balanced
 from qattn.attention.dispatch import select
@@ -192,6 +193,7 @@ class _Attend(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
+    @without_autocast
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         *inputs, out, lse = ctx.saved_tensors
         if torch.is_grad_enabled():  # in torch, to be differentiated again

@@ -51,6 +51,7 @@ from qattn.tiles.sizes import PART, TILE
 __all__ = ["attend_tiles", "differentiate_tiles", "sum_tiles"]
 
 _LOG_2 = math.log(2)
+_BLOCK = 64  # tiles of keys whose weights are summed before they are added to those of others
 _AT_ONCE = 32  # parts of keys whose weights are kept, in the first level of the cache
 
 
@@ -160,18 +161,14 @@ def _add_keys(query, first, rows, shift, scale, keys, beta, values, few, t, begi
 
 @njit
 def _add_all(query, shift, scale, keys, beta, values, few, tiles, dims, sums, out, weights):
-    """Compute the sums over all keys of a list of tiles."""
-    sums[:] = 0
-    out[:] = 0
+    """Add the weights of all keys of a list of tiles."""
     for t in tiles:
         _add_keys(query, 0, TILE, shift, scale, keys, beta, values, few, t, 0, TILE, dims, sums, out, weights)
 
 
 @njit
 def _add_near(query, tile, shift, scale, keys, beta, values, few, tiles, cutoff, least, near, dims, sums, out, weights):
-    """Compute the sums over the parts of a list of tiles that add more than `least`, for each part of the queries."""
-    sums[:] = 0
-    out[:] = 0
+    """Add those of the parts of a list of tiles that add more than `least`, for each part of the queries."""
     for p in range(PARTS):
         first, count = p * PART, near_parts(tile * PARTS + p, tiles, cutoff, least, near)
         if few and len(dims) > 0:
@@ -186,6 +183,33 @@ def _add_near(query, tile, shift, scale, keys, beta, values, few, tiles, cutoff,
             _add_keys(
                 query, first, PART, shift, scale, keys, beta, values, few, t, begin, end, dims, sums, out, weights
             )
+
+
+@njit
+def _add_blocks(
+    query, tile, shift, scale, keys, beta, values, few, tiles, cutoff, least, near, dims, sums, out, blocks, weights
+):
+    """Compute the sums over the keys of a list of tiles that matter.
+
+    Those of `_BLOCK` tiles are taken first, in `blocks`: added to a large sum one by one, a million weights would lose
+    three digits in float32.
+    """
+    block_sums, block_out = blocks
+    sums[:] = 0
+    out[:] = 0
+    for start in range(0, len(tiles), _BLOCK):
+        some = tiles[start : start + _BLOCK]
+        block_sums[:] = 0
+        block_out[:] = 0
+        if cutoff is None:
+            _add_all(query, shift, scale, keys, beta, values, few, some, dims, block_sums, block_out, weights)
+        else:
+            _add_near(
+                query, tile, shift, scale, keys, beta, values, few, some, cutoff, least, near, dims,
+                block_sums, block_out, weights,
+            )  # fmt: skip
+        sums += block_sums
+        out += block_out
 
 
 @njit(forceinline=True)
@@ -241,6 +265,7 @@ def attend_tiles(
     shift, total = np.empty(TILE, query.dtype), np.empty(TILE, query.dtype)
     channels = out.shape[2] * lanes(query) if few else values.shape[2]
     o = _aligned(TILE * channels, query.dtype).reshape(TILE, channels)
+    blocks = _aligned(sums.size, query.dtype).reshape(sums.shape), _aligned(o.size, query.dtype).reshape(o.shape)
     seen, near = np.empty(len(keys), np.int64), np.empty(PARTS * len(keys), np.int64)
     most, smallest = np.empty(len(keys), query.dtype), np.empty(len(keys), query.dtype)
     least = query.dtype.type(0)
@@ -252,10 +277,9 @@ def attend_tiles(
         else:
             count, least = near_tiles(tile, cutoff, seen, most, smallest)
             tiles = seen[:count]
-        if cutoff is None:
-            _add_all(q, None, scale, keys, beta, values, few, tiles, dims, sums, o, weights)
-        else:
-            _add_near(q, tile, None, scale, keys, beta, values, few, tiles, cutoff, least, near, dims, sums, o, weights)
+        _add_blocks(
+            q, tile, None, scale, keys, beta, values, few, tiles, cutoff, least, near, dims, sums, o, blocks, weights
+        )
         shift[:] = 0
         low = False
         for i in range(TILE):
@@ -267,12 +291,10 @@ def attend_tiles(
                 _add_maximum(q, keys, beta, t, dims, sums, weights)
             for i in range(TILE):
                 shift[i] = sums[i].max()
-            if cutoff is None:
-                _add_all(q, shift, scale, keys, beta, values, few, tiles, dims, sums, o, weights)
-            else:
-                _add_near(
-                    q, tile, shift, scale, keys, beta, values, few, tiles, cutoff, least, near, dims, sums, o, weights
-                )
+            _add_blocks(
+                q, tile, shift, scale, keys, beta, values, few, tiles, cutoff, least, near, dims, sums, o, blocks,
+                weights,
+            )  # fmt: skip
             for i in range(TILE):
                 total[i] = sum_of(load(sums, i * lanes(sums)))
         for i in range(min(TILE, order.shape[1] - first)):
@@ -292,7 +314,7 @@ def _add_both_sides(query, tile, first, factor, keys, weights, t, begin, is_own,
     """
     d, width, zero = len(dims), lanes(rowwise), query.dtype.type(0)
     for j in range(begin, begin + PART, width):
-        weight, total = load(weights, t * TILE + j), load(columnwise, t * TILE + j)
+        weight, total = load(weights, t * TILE + j), splat(zero)
         for i in range(PART):
             s = splat(zero)
             for c in range(d):
@@ -301,7 +323,7 @@ def _add_both_sides(query, tile, first, factor, keys, weights, t, begin, is_own,
             store(rowwise, i * width, multiply_add(power, weight, load(rowwise, i * width)))
             total = multiply_add(power, splat(weights[tile, first + i]), total)
         if not is_own:
-            store(columnwise, t * TILE + j, total)
+            store(columnwise, t * TILE + j, add(load(columnwise, t * TILE + j), total))
 
 
 @compiled
@@ -384,12 +406,14 @@ def _add_derivatives(query, first, rows, keys, t, begin, end, by_points, weights
         factors = splat_rows(rows, first * channels + c, channels)
         for j in range(begin, end, width):
             place = (t * values.shape[1] + c) * TILE + j
-            store(values, place, add_products_rows(load(values, place), factors, weights, j, TILE))
+            total = add_products_rows(splat(query.dtype.type(0)), factors, weights, j, TILE)
+            store(values, place, add(load(values, place), total))
     for j in range(begin, end if len(columnwise) > 0 else begin, width):
-        total = load(columnwise, t * (d + 1) * TILE + j)
-        for r in range(ROWS):
+        total = load(cotangents, j)
+        for r in range(1, ROWS):
             total = add(total, load(cotangents, r * TILE + j))
-        store(columnwise, t * (d + 1) * TILE + j, total)
+        place = t * (d + 1) * TILE + j
+        store(columnwise, place, add(load(columnwise, place), total))
 
 
 @compiled
