@@ -11,6 +11,8 @@ import torch
 from cases import dense
 
 from qattn.attention import flash_attn, xformers
+from qattn.attention.dispatch import BACKENDS
+from qattn.attention.gradient import differentiable
 from qattn.attention.inputs import Inputs
 
 
@@ -50,6 +52,17 @@ def memory_efficient_attention_forward_requires_grad(
 ):
     out, lse = attention(query, key, value, scale)
     return out, torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
+
+
+def memory_efficient_attention_backward(
+    grad, output, lse, query, key, value, attn_bias=None, p=0.0, scale=None, *, op=None
+):
+    """By the formulas of its kernel: p = exp(s − lse), s̄ = p (⟨grad, v⟩ − ⟨grad, output⟩)."""
+    assert lse.shape[-1] % 32 == 0
+    g, o, q, k, v = (x.transpose(1, 2) for x in (grad, output, query, key, value))
+    weights = torch.exp(scale * q @ k.mT - lse[..., : q.shape[2], None])
+    cotangents = weights * (g @ v.mT - (g * o).sum(-1, keepdim=True))
+    return tuple(x.transpose(1, 2) for x in (scale * cotangents @ k, scale * cotangents.mT @ q, weights.mT @ g))
 
 
 def problem(points_dtype, value_dtype):
@@ -96,6 +109,43 @@ def test_xformers_adapter(points, values):
     )
     inputs = problem(points, values)
     check(xformers.attend_with(fmha, inputs), inputs, xformers.Xformers.tolerance)
+
+
+@pytest.mark.parametrize("values", [None, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sigma", [None, 6.0])
+def test_gradients_of_xformers(monkeypatch, values, sigma):
+    """One call of the backward of its kernel gives the gradients by query, key, value, bias and σ."""
+    calls = []
+
+    def counted(*args, **options):
+        calls.append(None)
+        return memory_efficient_attention_backward(*args, **options)
+
+    fmha = types.SimpleNamespace(
+        memory_efficient_attention_forward_requires_grad=memory_efficient_attention_forward_requires_grad,
+        memory_efficient_attention_backward=counted,
+    )
+    backend = xformers.Xformers()
+    monkeypatch.setattr(xformers, "_load", lambda: fmha)
+    monkeypatch.setattr(xformers.Xformers, "not_supported_reasons", lambda self, inputs: [])
+    given = problem(torch.float32, values)
+    weight = torch.randn(2, 50, 5, dtype=torch.float64)
+
+    def gradients(engine, dtype):
+        bandwidth = None if sigma is None else torch.full((2,), sigma)
+        tensors = given.query, given.key, given.value, given.bias, bandwidth
+        tensors = [None if x is None else x.to(dtype).requires_grad_() for x in tensors]
+        kept = None if values is None or dtype == torch.float64 else tensors[2].to(values)
+        query, key, value, bias, width = (*tensors[:2], tensors[2] if kept is None else kept, *tensors[3:])
+        out, lse = differentiable(engine, Inputs(query, key, value, bias, width))
+        loss = lse.sin().sum() + (0 if out is None else (out * weight.to(out.dtype)).sum())
+        return torch.autograd.grad(loss, [x for x in tensors if x is not None])
+
+    expected = gradients(BACKENDS["reference"], torch.float64)
+    for grad, right in zip(gradients(backend, torch.float32), expected, strict=True):
+        error = (grad.double() - right)[right.isfinite()].norm() / right[right.isfinite()].norm()
+        assert error < (1e-5 if values != torch.bfloat16 else 2e-2)
+    assert len(calls) == 1
 
 
 @pytest.fixture

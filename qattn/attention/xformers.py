@@ -10,10 +10,12 @@ from types import ModuleType
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
-from qattn.attended import Attended
+from qattn.attended import Attended, PairSums, PairTerms
 from qattn.attention import dot_product
-from qattn.attention.dot_product import DotProductBackend
+from qattn.attention.dot_product import DotProductBackend, pair_sums_by
+from qattn.attention.engine import Fused
 from qattn.attention.inputs import Inputs
 
 __all__ = ["Xformers"]
@@ -32,8 +34,11 @@ def _load() -> ModuleType | str:
     return "; ".join(failures) or "xformers is not installed (`pip install xformers`)"
 
 
-class Xformers(DotProductBackend):
-    """`memory_efficient_attention_forward_requires_grad`, the entry point that returns the lse in every dtype."""
+class Xformers(DotProductBackend, Fused):
+    """`memory_efficient_attention_forward_requires_grad`, the entry point that returns the lse in every dtype.
+
+    Gradients come from the backward of its float32 kernel, whatever the dtype of the values.
+    """
 
     name: ClassVar[str] = "xformers"
     tolerance: ClassVar[dict[torch.dtype, float]] = {
@@ -68,6 +73,17 @@ class Xformers(DotProductBackend):
         assert not isinstance(fmha, str)
         return attend_with(fmha, inputs)
 
+    def can_differentiate(self, inputs: Inputs) -> bool:
+        return inputs.dtype == torch.float32
+
+    def is_direct(self, inputs: Inputs) -> bool:
+        return False
+
+    def pair_sums(self, inputs: Inputs, terms: PairTerms) -> PairSums:
+        fmha = _load()
+        assert not isinstance(fmha, str)
+        return pair_sums_by(functools.partial(backward_with, fmha), inputs, terms)
+
 
 def attend_with(fmha: ModuleType, inputs: Inputs) -> Attended:
     """Attend with an `fmha` module, in its layout (B, N, heads = 1, E) with lse (B, 1, ≥ N)."""
@@ -75,3 +91,16 @@ def attend_with(fmha: ModuleType, inputs: Inputs) -> Attended:
     layout = [x[:, :, None] for x in (lifted.query, lifted.key, lifted.value)]
     out, lse = fmha.memory_efficient_attention_forward_requires_grad(*layout, scale=1.0)
     return lifted.attended(out[:, :, 0], lse[:, 0])
+
+
+def backward_with(
+    fmha: ModuleType, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the cotangents of query, key and value (B, ·, E) with an `fmha` module, for averages that are 0."""
+    rows = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)  # the kernel reads whole blocks
+    grad, query, key, value = (x[:, :, None] for x in (grad, query, key, value))
+    cotangents = fmha.memory_efficient_attention_backward(
+        grad, torch.zeros_like(grad), rows[:, None], query, key, value, scale=1.0
+    )
+    by_query, by_key, by_value = (x[:, :, 0] for x in cotangents)
+    return by_query, by_key, by_value
