@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from qattn import _checks
-from qattn._eager import without_autocast
+from qattn._autocast import without_autocast
 from qattn._types import ArrayLike, like_input
 from qattn.spectra.spectrum import Spectrum, frequencies_of
 
@@ -27,7 +27,7 @@ _ZERO = 1e-4  # of the last frequency: above the zeros of an operator with `tol=
 _WIDTH = 7.0  # spacings of energies per window, as in Aubry et al.
 
 
-@without_autocast
+@without_autocast()
 def heat_kernel_signature(
     spectrum: Spectrum,
     times: ArrayLike | None = None,
@@ -73,7 +73,7 @@ def heat_kernel_signature(
     return like_input(vectors.square() @ decay, spectrum.vectors)
 
 
-@without_autocast
+@without_autocast()
 def wave_kernel_signature(spectrum: Spectrum, *, num_energies: int = 128, frequencies: ArrayLike | None = None) -> Any:
     r"""Wave kernel signature WKS_i(e) = Σ_l w_l φ_l(i)², w_l ∝ exp(−(e − log μ_l)² / 2s²), Σ_l w_l = 1.
 

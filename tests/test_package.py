@@ -21,8 +21,8 @@ ROOT = Path(qattn.__file__).parent
 # Lowest first. A module may import modules of lower tiers and of its own, and there are no cycles.
 TIERS = {
     "foundation": (
-        "_types", "_versions", "_html", "_eager", "_warning", "_broadcasting", "_progress", "_vector_jacobian",
-        "_checks", "_meshes", "_scipy", "attended", "lift", "ranks", "ragged", "distributed",
+        "_types", "_versions", "_html", "_autocast", "_eager", "_warning", "_broadcasting", "_progress",
+        "_vector_jacobian", "_checks", "_meshes", "_scipy", "attended", "lift", "ranks", "ragged", "distributed",
     ),
     "tiles": ("tiles",),
     "attention": ("attention",),

@@ -97,9 +97,10 @@ def _with_far_rows(inputs: Inputs, attended: Attended) -> Attended:
         return attended
     largest_bias = 0.0 if bias is None else bias.amax(-1, keepdim=True)
     reach = max(_FAR, inputs.tol / (8 * torch.finfo(torch.float32).eps))
-    rows = ((lse > -torch.inf) & (lse < largest_bias - reach)).any(0).nonzero()[:, 0]
-    if len(rows) == 0:
+    is_far = ((lse > -torch.inf) & (lse < largest_bias - reach)).any(0)
+    if not is_far.any():
         return attended
+    rows = is_far.nonzero()[:, 0]
     query, key, value, bias, sigma = (None if x is None else x.double() for x in inputs.tensors)
     assert query is not None
     assert key is not None

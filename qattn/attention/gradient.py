@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from qattn._eager import without_autocast
+from qattn._autocast import without_autocast
 from qattn.attended import Attended, Derivatives, PairSums, PairTerms, balanced, power_of_2, sized
 from qattn.attention.engine import Differentiating, Engine, Fused
 from qattn.attention.inputs import Inputs
@@ -73,7 +73,7 @@ class _Attend(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    @without_autocast
+    @without_autocast()
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         query, key, value, bias, sigma, out, lse = ctx.saved_tensors
         key = query if ctx.is_self else key

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from qattn._autocast import product
 from qattn.attended import Attended
 from qattn.attention.engine import Backend
 from qattn.attention.inputs import Inputs
@@ -48,7 +49,7 @@ class Reference(Backend):
             if value is None:
                 return [lse]
             shift = torch.where(lse == -torch.inf, 0, lse)  # rows without keys have weights 0, not exp(−inf + inf)
-            return [lse, torch.exp(scores - shift[..., None]) @ value]
+            return [lse, product(torch.exp(scores - shift[..., None]), value)]
 
         B, N, _ = inputs.query.shape
         lse = torch.empty(B, N, dtype=inputs.dtype, device=inputs.device)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from qattn import _checks
+from qattn._autocast import product
 from qattn._types import ArrayLike, dtype_name
 from qattn.attended import Attended, merge
 from qattn.kernels.base import Kernel
@@ -113,8 +114,7 @@ class GraphKernel(Kernel):
         mean = None
         if values is not None and along_edges.out is not None:
             share = torch.softmax(torch.where((bias == -torch.inf).all(-1, keepdim=True), 0, bias), dim=-1)
-            with torch.autocast(self.device.type, enabled=False):
-                mean = (share.to(values.dtype)[..., None, :] @ values).expand_as(along_edges.out)
+            mean = product(share.to(values.dtype)[..., None, :], values).expand_as(along_edges.out)
         merged = merge(along_edges, Attended(mean, lse.expand_as(along_edges.lse)))
         return merged if value is None or merged.out is None else Attended(merged.out.to(value.dtype), merged.lse)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from qattn import _checks
-from qattn._eager import without_autocast
+from qattn._autocast import without_autocast
 from qattn.attended import Attended
 from qattn.attention.batched import fold, unfold
 
@@ -69,7 +69,7 @@ class _Symmetric(torch.autograd.Function):
     """K x, with the vector-Jacobian product g ↦ K g, however the product is implemented."""
 
     @staticmethod
-    @without_autocast
+    @without_autocast()
     def forward(x: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
         return product(x)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from qattn import _checks
+from qattn._autocast import product
 from qattn._broadcasting import Index
 from qattn._types import ArrayLike
 from qattn.attended import Attended
@@ -111,10 +112,9 @@ class _Dense:
         lse = torch.where(is_empty, -torch.inf, largest[..., 0] + torch.log(divisor))
         if value is None:
             return Attended(None, lse)
-        with torch.autocast(self.tensor.device.type, enabled=False):
-            weights = weights / divisor[..., None]
-            dtype = torch.promote_types(weights.dtype, value.dtype)
-            return Attended((weights.to(dtype) @ value.to(dtype)).to(value.dtype), lse)
+        weights = weights / divisor[..., None]
+        dtype = torch.promote_types(weights.dtype, value.dtype)
+        return Attended(product(weights.to(dtype), value.to(dtype)).to(value.dtype), lse)
 
     def _change(self, exponents: Tensor) -> Tensor | float:
         """Return (K − K₀) e^x with K₀ = K detached: 0, but with derivative e^x by K, also where log K has none."""

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from qattn._autocast import without_autocast
 from qattn._broadcasting import broadcast_shapes
-from qattn._eager import without_autocast
 from qattn._vector_jacobian import vector_jacobian
 from qattn.attended import Attended, balanced
 from qattn.attention.dispatch import select
@@ -193,7 +193,7 @@ class _Attend(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    @without_autocast
+    @without_autocast()
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         *inputs, out, lse = ctx.saved_tensors
         if torch.is_grad_enabled():  # in torch, to be differentiated again

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qattn._eager import without_autocast
+from qattn._autocast import without_autocast
 from qattn._vector_jacobian import vector_jacobian
 from qattn._warning import warn_caller
 from qattn.kernels.base import Kernel
@@ -87,7 +87,7 @@ class _Potential(torch.autograd.Function):
         ctx.save_for_backward(output, log_mass, *tensors)
 
     @staticmethod
-    @without_autocast
+    @without_autocast()
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         f, log_mass, *tensors = ctx.saved_tensors
         u = solve(ctx.kernel, f, log_mass, grads[0], tuple(tensors), is_transposed=True, tol=_SHARE * ctx.error)
@@ -138,7 +138,7 @@ class _Solve(torch.autograd.Function):
         ctx.save_for_backward(output, f, log_mass, *tensors)
 
     @staticmethod
-    @without_autocast
+    @without_autocast()
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, f, log_mass, *tensors = ctx.saved_tensors
         is_transposed = not ctx.is_transposed

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from qattn import _checks
-from qattn._eager import without_autocast
+from qattn._autocast import without_autocast
 from qattn._html import table
 from qattn._types import ArrayLike, like_input
 from qattn._warning import warn_caller
@@ -87,18 +87,18 @@ class Spectrum:
         """Return the spectrum with tensors on another device or in another dtype, by the arguments of `Tensor.to`."""
         return self.torch()._map(lambda x: x.to(*args, **kwargs))
 
-    @without_autocast
+    @without_autocast()
     def project(self, signal: ArrayLike) -> Any:
         """Return the coefficients Φᵀ diag(m) f, shape (k,) or (k, C), of a signal f, shape (N,) or (N, C)."""
         return like_input(self.torch()._coefficients(self._signal(signal)), signal)
 
-    @without_autocast
+    @without_autocast()
     def power(self, t: float, signal: ArrayLike) -> Any:
         """Return Φ Λ^t Φᵀ diag(m) f for a real t ≥ 0: Q^t within the span of the eigenvectors."""
         _checks.not_negative("t", t)
         return self._apply(lambda values: values.clamp(min=0) ** t, signal)
 
-    @without_autocast
+    @without_autocast()
     def minus_log(self, signal: ArrayLike) -> Any:
         """Return Φ (−log Λ) Φᵀ diag(m) f: −log Q within the span of the eigenvectors, about σ²/2 times L f.
 
