@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 from cases import slow, sphere
+from einops import rearrange
 
 import qattn
 from qattn import diffusion
+from qattn.kernels.gaussian import prepared
 from qattn.nn import QAttention, QBlock, QDiffNet, QDiffusion, tangent_gradients
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
@@ -159,7 +161,6 @@ def test_blocks_start_from_one_another():
     near = second.operator(points, warm_start=q)
     assert float(near.num_iter.double().mean()) < 0.5 * float(q.num_iter.double().mean())
     torch.testing.assert_close(second(signal, points, warm_start=q), second(signal, points), rtol=0, atol=2e-2)
-    assert near.kernel._prepared is q.kernel._prepared
     single = QDiffusion(1, sigma_range=(0.1, 0.1))
     torch.testing.assert_close(
         single(signal[:1], points, warm_start=q),
@@ -169,6 +170,15 @@ def test_blocks_start_from_one_another():
     )
     with pytest.raises(ValueError, match="same points"):
         second.operator(points + 1, warm_start=q)
+
+
+def test_points_of_blocks_are_sorted_once(monkeypatch):
+    calls, kd_order = [], prepared.kd_order
+    monkeypatch.setattr(prepared, "kd_order", lambda points: calls.append(points.shape) or kd_order(points))
+    first, second = (QDiffusion(2, sigma_range=(0.05, 0.5), method="tiles") for _ in range(2))
+    points = torch.rand(300, 3)
+    second.operator(points, warm_start=first.operator(points))
+    assert calls == [(1, 300, 3)]
 
 
 def test_starting_from_operators_with_content():
@@ -234,7 +244,7 @@ def test_attention_with_content_is_doubly_stochastic():
     torch.testing.assert_close(q.sum(-1), torch.ones(2, 30).double())
     torch.testing.assert_close(mass @ q, mass.expand(2, 30)[:, None])
     assert (q > -1e-15).all()
-    c = attention._content(features)[0].detach()
+    c = rearrange(attention.content(features[0]).detach(), "n (h c) -> h n c", h=2) / 3**0.5
     for h, sigma in enumerate(attention.diffusion.sigma.detach()):
         torch.testing.assert_close(q[h], dense_operator(points[0], sigma, mass[0], c[h]))
         products = torch.exp(c[h] @ c[h].T - torch.cdist(points[0], points[0]) ** 2 / (2 * sigma**2))

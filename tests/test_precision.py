@@ -3,6 +3,7 @@
 import pytest
 import torch
 from cases import slow, sphere
+from einops import rearrange
 from laws import distances, operator
 
 import qattn
@@ -173,7 +174,7 @@ def test_attention_under_autocast():
     attention, points = QAttention(8, 2, content_dim=3, sigma_range=(0.1, 0.3), tol=1e-6), sphere(150).float()[None]
     features, weight = torch.randn(1, 150, 8), torch.randn(1, 2, 150, 4).bfloat16()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        content = attention._content(features)
+        content = rearrange(attention.content(features), "b n (h c) -> b h n c", h=2) / 3**0.5
         value = torch.randn(1, 2, 150, 4).bfloat16()
         out = attention.diffusion(value, points, content=content)
     by_sigma, by_content = torch.autograd.grad((out * weight).sum(dtype=torch.float32),
