@@ -7,10 +7,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["ArrayLike", "MassLike", "dtype_name", "like_input"]
+__all__ = ["ArrayLike", "MassLike", "TensorOrArray", "dtype_name", "like_input"]
 
 ArrayLike: TypeAlias = Tensor | np.ndarray | Sequence[Any] | float
 """A tensor, or anything that `numpy.asarray` makes an array of numbers."""
+
+TensorOrArray: TypeAlias = Any
+"""A tensor or an array, as an input is; for type checkers `Any`, because only callers know which of the two."""
 
 MassLike: TypeAlias = ArrayLike | Literal["density"]
 """Masses, or the name of a way to find them."""
@@ -21,7 +24,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def like_input(result: Tensor, given: ArrayLike) -> Any:
+def like_input(result: Tensor, given: ArrayLike) -> TensorOrArray:
     """Return `result` unchanged if `given` is a tensor, else as an array.
 
     Examples:

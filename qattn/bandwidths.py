@@ -10,13 +10,11 @@ With a bandwidth far below the spacing, Q is the identity up to rounding, and no
 rows sum to one. `num_neighbors` is then 1.
 """
 
-from typing import Any
-
 import numpy as np
 import torch
 
 from qattn import _checks
-from qattn._types import ArrayLike, like_input
+from qattn._types import ArrayLike, TensorOrArray, like_input
 from qattn.kernels import GaussianKernel
 from qattn.operators.diffusion import Diffusion
 
@@ -76,7 +74,7 @@ def sigma_range(points: ArrayLike) -> tuple[float, float]:
     return low, max(low, high)
 
 
-def num_neighbors(q: Diffusion) -> Any:
+def num_neighbors(q: Diffusion) -> TensorOrArray:
     r"""Compute 1 / Q_ii = 1 / (m_i e^{l_i + r_i}), the number of points over which Q spreads point i.
 
     On a surface with evenly spread points it is the number of points in a disk of radius √2 σ. At 1, Q is the identity.

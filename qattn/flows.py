@@ -18,7 +18,7 @@ import torch
 from qattn import _checks
 from qattn._eager import eager
 from qattn._progress import Progress
-from qattn._types import ArrayLike, like_input
+from qattn._types import ArrayLike, TensorOrArray, like_input
 from qattn.distances.inputs import normalized_mass, two_clouds
 from qattn.distances.sums import distance_sums
 from qattn.operators.diffusion import diffuse
@@ -36,8 +36,8 @@ class Flow:
             shape (T, *batch).
     """
 
-    steps: Any
-    positions: Any
+    steps: TensorOrArray
+    positions: TensorOrArray
 
 
 @eager

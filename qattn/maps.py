@@ -20,7 +20,6 @@ compose: C_ac = C_bc C_ab corresponds to `index_ab[index_bc]`.
 """
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +27,7 @@ from torch import Tensor
 from qattn import _checks
 from qattn._eager import eager
 from qattn._progress import Progress
-from qattn._types import ArrayLike, like_input
+from qattn._types import ArrayLike, TensorOrArray, like_input
 from qattn.distances.neighbors import nearest_neighbors
 from qattn.spectra.spectrum import Spectrum, frequencies_of
 
@@ -37,7 +36,7 @@ __all__ = ["fit_functional_map", "functional_map", "point_map", "zoomout"]
 _ROUNDING = 8.0  # machine epsilons of error in the coefficients of features
 
 
-def functional_map(source: Spectrum, target: Spectrum, index: ArrayLike) -> Any:
+def functional_map(source: Spectrum, target: Spectrum, index: ArrayLike) -> TensorOrArray:
     r"""Return the functional map C = Φ_tᵀ M_t Φ_s[index] of a point map.
 
     Args:
@@ -69,7 +68,7 @@ def fit_functional_map(
     *,
     weight: float = 1.0,
     frequencies: tuple[ArrayLike, ArrayLike] | None = None,
-) -> Any:
+) -> TensorOrArray:
     r"""Fit a functional map to features: argmin_C ‖CA − B‖² + (‖A‖² / k_s) Σ_ij (w r_ij + ε) C_ij².
 
     A = Φ_sᵀ M_s F_s and B = Φ_tᵀ M_t F_t are the coefficients of the features. The penalty
@@ -136,7 +135,7 @@ def _least_squares(matrix: Tensor, penalty: Tensor, target: Tensor) -> Tensor:
 
 
 @eager
-def point_map(source: Spectrum, target: Spectrum, C: ArrayLike) -> Any:
+def point_map(source: Spectrum, target: Spectrum, C: ArrayLike) -> TensorOrArray:
     r"""Return the point map index_j = argmin_i ‖Φ_s[i] Cᵀ − Φ_t[j]‖ of a functional map (Ovsjanikov et al. 2012).
 
     Args:
@@ -170,7 +169,7 @@ def _nearest_rows(source: Tensor, target: Tensor, C: Tensor) -> Tensor:
 @eager
 def zoomout(
     source: Spectrum, target: Spectrum, init: ArrayLike, *, start: int, stop: int, step: int = 1
-) -> tuple[Any, Any]:
+) -> tuple[TensorOrArray, TensorOrArray]:
     r"""Refine a map by ZoomOut, C_k → index → C_{k+step} → … → C_stop, with growing bases (Melzi et al. 2019).
 
     Args:

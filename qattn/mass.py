@@ -19,7 +19,7 @@ from qattn import _checks
 from qattn._broadcasting import broadcast_shapes
 from qattn._eager import eager
 from qattn._meshes import check_simplices
-from qattn._types import ArrayLike, MassLike, like_input
+from qattn._types import ArrayLike, MassLike, TensorOrArray, like_input
 from qattn.kernels import Kernel, VoxelKernel
 from qattn.kernels.of_points import as_kernel
 
@@ -28,7 +28,7 @@ __all__ = ["density", "mass_of", "vertex_areas", "vertex_volumes", "voxel_densit
 _VOXEL_SIGMA = 3.0  # voxels, as in appendix G of the paper
 
 
-def vertex_areas(vertices: ArrayLike, faces: ArrayLike) -> Any:
+def vertex_areas(vertices: ArrayLike, faces: ArrayLike) -> TensorOrArray:
     r"""Compute m_i = 1/3 Σ_{T∋i} area(T): each triangle gives a third of its area to each corner.
 
     Args:
@@ -58,7 +58,7 @@ def vertex_areas(vertices: ArrayLike, faces: ArrayLike) -> Any:
     return like_input(_distribute(areas, faces, x), vertices)
 
 
-def vertex_volumes(vertices: ArrayLike, tetrahedra: ArrayLike) -> Any:
+def vertex_volumes(vertices: ArrayLike, tetrahedra: ArrayLike) -> TensorOrArray:
     r"""Compute m_i = 1/4 Σ_{T∋i} volume(T): each tetrahedron gives a quarter of its volume to each corner.
 
     Args:
@@ -84,7 +84,7 @@ def vertex_volumes(vertices: ArrayLike, tetrahedra: ArrayLike) -> Any:
 @eager
 def density(
     points_or_kernel: ArrayLike | Kernel, sigma: ArrayLike | None = None, *, num_iter: int = 4, **kernel: Any
-) -> Any:
+) -> TensorOrArray:
     r"""Compute masses for which Σ_j K_ij m_j is nearly constant, by m ← m / (K m): less mass where points are dense.
 
     The first iteration gives m_i = 1 / Σ_j K_ij, a density at the scale of the kernel. The others sharpen it, to scales
@@ -153,7 +153,7 @@ def _checked_mass(numbers: ArrayLike | None, kernel: Kernel) -> Tensor:
     return tensor
 
 
-def voxel_density(mask: ArrayLike) -> Any:
+def voxel_density(mask: ArrayLike) -> TensorOrArray:
     r"""Compute m_i = 1 / Σ_j K_ij over occupied voxels, scaled to sum 1, with a Gaussian kernel of 3 voxels.
 
     The number of voxels per area of a surface depends on its direction in the grid; the density corrects for this.

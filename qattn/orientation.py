@@ -9,14 +9,12 @@ which is right along any circle, hence also from one side of a thin sheet to the
 around. The tree joins points whose normals agree most after that.
 """
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from qattn import _checks
-from qattn._types import ArrayLike, like_input
+from qattn._types import ArrayLike, TensorOrArray, like_input
 from qattn.kernels import GaussianKernel
 
 __all__ = ["normals", "share_of_other_sheets"]
@@ -25,7 +23,7 @@ _NUM_ROUNDS = 2  # in which normals are taken anew, from points on the same side
 _COST = 1e-3  # of an edge of the tree whose normals agree: SciPy takes 0 for no edge
 
 
-def normals(points: ArrayLike, num_neighbors: int = 16) -> Any:
+def normals(points: ArrayLike, num_neighbors: int = 16) -> TensorOrArray:
     r"""Estimate normals of length 1 on the same side of the surface, and outwards if it is closed.
 
     Thin sheets, whose sides lie within reach of `num_neighbors` points, are oriented as two sides as far as the signs

@@ -6,13 +6,12 @@ site, or comes from `attend`.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from qattn._types import ArrayLike, like_input
+from qattn._types import ArrayLike, TensorOrArray, like_input
 
 __all__ = ["ALONE", "Ranks", "kind_of_rows"]
 
@@ -64,7 +63,7 @@ class Ranks(ABC):
         """Return this rank's part of a DTensor sharded along `axis` < 0, and all other arrays unchanged."""
 
     @abstractmethod
-    def like(self, result: Tensor, given: ArrayLike) -> Any:
+    def like(self, result: Tensor, given: ArrayLike) -> TensorOrArray:
         """Convert a result (n,) or (*batch, n, C) to a DTensor, tensor or array, whichever `given` is."""
 
     @abstractmethod
@@ -149,7 +148,7 @@ class _Alone(Ranks):
             )
         return array
 
-    def like(self, result: Tensor, given: ArrayLike) -> Any:
+    def like(self, result: Tensor, given: ArrayLike) -> TensorOrArray:
         return like_input(result, given)
 
     def check_alone(self, name: str) -> None:

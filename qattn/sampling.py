@@ -5,14 +5,14 @@ the vertices are a tensor, else arrays. A point is inside if a ray from it cross
 is computed by trimesh (extra `io`); surfaces need no extra.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from qattn import _checks
 from qattn._meshes import MeshLike, vertices_and_faces
-from qattn._types import like_input
+from qattn._types import TensorOrArray, like_input
 
 __all__ = ["Voxels", "in_volume", "on_surface", "voxelize_solid", "voxelize_surface"]
 
@@ -35,12 +35,12 @@ class Voxels(NamedTuple):
         spacing: Edge length of a voxel.
     """
 
-    mask: Any
-    origin: Any
+    mask: TensorOrArray
+    origin: TensorOrArray
     spacing: float
 
 
-def on_surface(mesh: MeshLike, num_points: int, seed: int = 0) -> tuple[Any, Any]:
+def on_surface(mesh: MeshLike, num_points: int, seed: int = 0) -> tuple[TensorOrArray, TensorOrArray]:
     """Sample the surface uniformly by area.
 
     Args:
@@ -70,7 +70,7 @@ def on_surface(mesh: MeshLike, num_points: int, seed: int = 0) -> tuple[Any, Any
     return _like(mesh, points.to(vertices)), _like(mesh, face.to(vertices.device))
 
 
-def in_volume(mesh: MeshLike, num_points: int, seed: int = 0) -> Any:
+def in_volume(mesh: MeshLike, num_points: int, seed: int = 0) -> TensorOrArray:
     """Sample the inside of a closed mesh uniformly by volume.
 
     Points are drawn in the cells of a grid that meet the mesh or lie inside it; rays are cast only for points in cells
@@ -154,7 +154,7 @@ def _voxels(mesh: MeshLike, vertices: Tensor, mask: Tensor, corner: Tensor, spac
     return Voxels(_like(mesh, mask.to(vertices.device)), _like(mesh, origin), float(spacing))
 
 
-def _like(mesh: MeshLike, result: Tensor) -> Any:
+def _like(mesh: MeshLike, result: Tensor) -> TensorOrArray:
     """Return a tensor if the vertices of the mesh are one, else an array."""
     return like_input(result, mesh[0] if isinstance(mesh, (tuple, list)) else mesh.vertices)
 

@@ -11,14 +11,13 @@ mean 1: areas enter through the frequencies alone.
 """
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from qattn import _checks
 from qattn._autocast import without_autocast
-from qattn._types import ArrayLike, like_input
+from qattn._types import ArrayLike, TensorOrArray, like_input
 from qattn.spectra.spectrum import Spectrum, frequencies_of
 
 __all__ = ["heat_kernel_signature", "wave_kernel_signature"]
@@ -35,7 +34,7 @@ def heat_kernel_signature(
     num_times: int = 16,
     scaled: bool = False,
     frequencies: ArrayLike | None = None,
-) -> Any:
+) -> TensorOrArray:
     r"""Heat kernel signature HKS_i(t) = Σ_l e^{−tμ_l} φ_l(i)², the heat that stays at a point (Sun et al. 2009).
 
     Args:
@@ -74,7 +73,9 @@ def heat_kernel_signature(
 
 
 @without_autocast()
-def wave_kernel_signature(spectrum: Spectrum, *, num_energies: int = 128, frequencies: ArrayLike | None = None) -> Any:
+def wave_kernel_signature(
+    spectrum: Spectrum, *, num_energies: int = 128, frequencies: ArrayLike | None = None
+) -> TensorOrArray:
     r"""Wave kernel signature WKS_i(e) = Σ_l w_l φ_l(i)², w_l ∝ exp(−(e − log μ_l)² / 2s²), Σ_l w_l = 1.
 
     This is the probability of finding a quantum particle of energy about e at point i (Aubry et al. 2011). Large parts

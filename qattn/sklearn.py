@@ -78,7 +78,7 @@ class SinkhornDiffusionMap(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
         self.t = t
         self.density = density
 
-    def fit(self, X: Any, y: Any = None) -> "SinkhornDiffusionMap":
+    def fit(self, X: Any, y: object = None) -> "SinkhornDiffusionMap":
         """Compute the eigenpairs of samples (n_samples, n_features); `y` is ignored."""
         X = validate_data(self, X, dtype=_DTYPES, ensure_min_samples=2)
         n = _checks.integer("n_components", self.n_components, 1)
@@ -96,7 +96,7 @@ class SinkhornDiffusionMap(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
         self.embedding_ = self._embedded(X)
         return self
 
-    def fit_transform(self, X: Any, y: Any = None) -> Any:
+    def fit_transform(self, X: Any, y: object = None) -> Any:
         """Fit samples (n_samples, n_features) and return their coordinates, (n_samples, n_components)."""
         return self.fit(X).embedding_
 
@@ -105,7 +105,7 @@ class SinkhornDiffusionMap(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
         check_is_fitted(self)
         return self._embedded(validate_data(self, X, dtype=_DTYPES, reset=False))
 
-    def _embedded(self, X: Any) -> Any:
+    def _embedded(self, X: np.ndarray) -> np.ndarray:
         """Return Q(λ^{t−1} φ) at samples, in their dtype."""
         return (self.diffusion_.extend(X) @ self._modes).numpy().astype(X.dtype)
 

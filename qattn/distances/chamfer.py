@@ -1,13 +1,11 @@
 r"""The Chamfer distance: mean distances to nearest neighbors, in both directions."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from qattn import _checks
 from qattn._eager import eager
-from qattn._types import ArrayLike, like_input
+from qattn._types import ArrayLike, TensorOrArray, like_input
 from qattn.distances.inputs import two_clouds
 from qattn.distances.neighbors import nearest_neighbors
 
@@ -15,7 +13,7 @@ __all__ = ["chamfer_distance"]
 
 
 @eager
-def chamfer_distance(source: ArrayLike, target: ArrayLike, power: float = 2) -> Any:
+def chamfer_distance(source: ArrayLike, target: ArrayLike, power: float = 2) -> TensorOrArray:
     r"""Chamfer distance 1/N Σ_i min_j ‖x_i − y_j‖^p + 1/M Σ_j min_i ‖x_i − y_j‖^p.
 
     Points have no masses. Gradients hold the nearest neighbors fixed; coinciding points contribute 0 to them, although

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from qattn._eager import eager
-from qattn._types import ArrayLike, like_input
+from qattn._types import ArrayLike, TensorOrArray, like_input
 from qattn.distances.inputs import normalized_mass, two_clouds
 from qattn.distances.sums import distance_sums
 
@@ -27,7 +27,7 @@ def energy_distance(
     target: ArrayLike,
     source_mass: ArrayLike | None = None,
     target_mass: ArrayLike | None = None,
-) -> Any:
+) -> TensorOrArray:
     r"""Energy Distance E(μ, ν) = Σ a_i b_j ‖x_i − y_j‖ − ½ Σ a_i a_j ‖x_i − x_j‖ − ½ Σ b_i b_j ‖y_i − y_j‖.
 
     It takes (N + M)² distances and O(N + M) memory, including its gradients

@@ -15,7 +15,6 @@ near its front are computed again, as in fast marching.
 """
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from torch import Tensor
 from qattn import _checks
 from qattn._eager import eager
 from qattn._progress import Progress
-from qattn._types import ArrayLike
+from qattn._types import ArrayLike, TensorOrArray
 from qattn.distances.neighbors import nearest_neighbors
 from qattn.kernels import GaussianKernel
 from qattn.operators.diffusion import Diffusion
@@ -40,7 +39,7 @@ _REACH = 7.0  # bandwidths beyond which a change of heat is not felt in a pass: 
 
 @eager
 @torch.no_grad()
-def geodesic_distance(q: Diffusion, sources: ArrayLike) -> Any:
+def geodesic_distance(q: Diffusion, sources: ArrayLike) -> TensorOrArray:
     r"""Compute the distance along a cloud from every point to the nearest source.
 
     The shape is what Q sees: parts that are less than about 5σ apart count as connected, and a path may cut corners of

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qattn import _checks
-from qattn._types import ArrayLike, like_input
+from qattn._types import ArrayLike, TensorOrArray, like_input
 from qattn.distributed.agreement import Request, disagreement
 from qattn.ranks import ALONE, Ranks
 
@@ -122,7 +122,7 @@ class Group(Ranks):
             )
         return array.to_local()
 
-    def like(self, result: Tensor, given: Any) -> Any:
+    def like(self, result: Tensor, given: Any) -> TensorOrArray:
         if not hasattr(given, "to_local"):
             return like_input(result, given)
         from torch.distributed.tensor import DTensor, Shard  # here, because importing it takes a while

@@ -17,7 +17,7 @@ from qattn import _checks
 from qattn._broadcasting import Index, broadcast_shapes, own_index
 from qattn._eager import eager
 from qattn._html import table
-from qattn._types import ArrayLike
+from qattn._types import ArrayLike, TensorOrArray
 from qattn.attended import Attended, merge
 from qattn.ranks import ALONE, Ranks
 
@@ -96,7 +96,7 @@ class Kernel(ABC):
         return self.replace(*(tensor.to(*args, **kwargs) for tensor in self.tensors))
 
     @eager
-    def __matmul__(self, signal: ArrayLike) -> Any:
+    def __matmul__(self, signal: ArrayLike) -> TensorOrArray:
         """Apply K to a signal (M,), (M, C) or (*batch, M, C).
 
         Returns:

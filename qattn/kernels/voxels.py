@@ -10,13 +10,13 @@ so that each pass computes the reach from the tolerance and the range of the bia
 
 import math
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from qattn import _checks
-from qattn._types import ArrayLike, like_input
+from qattn._types import ArrayLike, TensorOrArray, like_input
 from qattn.attended import Attended
 from qattn.attention.batched import attend_batched
 from qattn.attention.dispatch import Dispatch
@@ -149,13 +149,13 @@ class VoxelKernel(Kernel):
         """The kernel of the centers."""
         return GaussianKernel(self.points, self._sigma, tol=self._tol)
 
-    def from_grid(self, grid: ArrayLike) -> Any:
+    def from_grid(self, grid: ArrayLike) -> TensorOrArray:
         """Return the values of a grid (*grid, …) at the sites, a tensor or array of shape (N, …), as `grid` is."""
         values = _on_grid(grid, self._grid, self.device)
         sites = values.reshape(math.prod(self._grid), *values.shape[len(self._grid) :])[self._cells]
         return like_input(sites, grid)
 
-    def to_grid(self, signal: ArrayLike, fill: float = 0.0) -> Any:
+    def to_grid(self, signal: ArrayLike, fill: float = 0.0) -> TensorOrArray:
         """Place a signal (N,) or (N, C) on the grid, (*grid,) or (*grid, C), if that fits a gigabyte.
 
         Args:

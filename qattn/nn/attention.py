@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from qattn import _checks
 from qattn._types import ArrayLike
 from qattn.nn.diffusion import QDiffusion
-from qattn.nn.layouts import PaddedClouds, check_channels
+from qattn.nn.layouts import Features, PaddedClouds, check_channels
 from qattn.operators.diffusion import Diffusion
 
 __all__ = ["QAttention", "QBlock"]
@@ -72,14 +72,14 @@ class QAttention(nn.Module):
 
     def forward(
         self,
-        features: Any,
+        features: Features,
         points: Tensor | None = None,
         mass: Tensor | None = None,
         *,
         offset: ArrayLike | None = None,
         batch: ArrayLike | None = None,
         warm_start: Diffusion | None = None,
-    ) -> Any:
+    ) -> Features:
         """Compute new features, in the layout of `features`.
 
         Args:
@@ -129,14 +129,14 @@ class QBlock(nn.Module):
 
     def forward(
         self,
-        features: Any,
+        features: Features,
         points: Tensor | None = None,
         mass: Tensor | None = None,
         *,
         offset: ArrayLike | None = None,
         batch: ArrayLike | None = None,
         warm_start: Diffusion | None = None,
-    ) -> Any:
+    ) -> Features:
         """Compute new features, in the layout of `features`; see `QAttention.forward`."""
         clouds = PaddedClouds.of(features, points, mass, offset, batch, self, self.attention.diffusion.ranks)
         x = clouds.features

@@ -13,7 +13,7 @@ from qattn import _checks
 from qattn._types import ArrayLike
 from qattn.nn.diffusion import QDiffusion
 from qattn.nn.hub import HubMixin
-from qattn.nn.layouts import PaddedClouds, check_channels
+from qattn.nn.layouts import Features, PaddedClouds, check_channels
 from qattn.operators.diffusion import Diffusion
 from qattn.operators.sinkhorn import Solver
 
@@ -106,14 +106,14 @@ class QDiffNet(
 
     def forward(
         self,
-        features: Any,
+        features: Features,
         points: Tensor | None = None,
         mass: Tensor | None = None,
         *,
         offset: ArrayLike | None = None,
         batch: ArrayLike | None = None,
         gradients: Gradients | None = None,
-    ) -> Any:
+    ) -> Features:
         """Compute outputs (B, N, out_channels), or (B, out_channels) for "mean", in the layout of the features.
 
         Args:

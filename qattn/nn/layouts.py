@@ -14,7 +14,7 @@ Records are recognized by these names; neither library is imported.
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,10 @@ from qattn._types import ArrayLike, dtype_name
 from qattn.ragged import to_packed, to_padded
 from qattn.ranks import Ranks
 
-__all__ = ["PaddedClouds", "check_channels"]
+__all__ = ["Features", "PaddedClouds", "check_channels"]
+
+Features = TypeVar("Features")
+"""A tensor, a dict or an object; results are of the type of the features."""
 
 _RECORDS = {"feat": "coord", "x": "pos"}  # names of features, and of the points that come with them
 _NAMES = ("feat", "coord", "x", "pos", "offset", "batch", "mass")

@@ -15,7 +15,7 @@ from qattn.kernels import GaussianKernel
 from qattn.mass import mass_of
 from qattn.nn.cells import Cells, merged
 from qattn.nn.hub import HubMixin
-from qattn.nn.layouts import PaddedClouds, check_channels
+from qattn.nn.layouts import Features, PaddedClouds, check_channels
 from qattn.nn.point_block import Extension, PointBlock, ResidualMLP
 from qattn.operators.scaling import shares
 from qattn.operators.sinkhorn import Solver
@@ -162,13 +162,13 @@ class QPointTransformer(
 
     def forward(
         self,
-        features: Any,
+        features: Features,
         points: Tensor | None = None,
         mass: Tensor | None = None,
         *,
         offset: ArrayLike | None = None,
         batch: ArrayLike | None = None,
-    ) -> Any:
+    ) -> Features:
         """Compute outputs (B, N, out_channels), or (B, out_channels) for "mean", in the layout of the features.
 
         Args:

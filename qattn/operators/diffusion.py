@@ -27,7 +27,7 @@ from qattn._broadcasting import Index, broadcast_shapes, own_index
 from qattn._eager import eager
 from qattn._html import table
 from qattn._progress import Progress
-from qattn._types import ArrayLike, MassLike, like_input
+from qattn._types import ArrayLike, MassLike, TensorOrArray, like_input
 from qattn.kernels import GaussianKernel, Kernel, OrientedKernel, PointKernel
 from qattn.kernels.base import at_points, fits_memory
 from qattn.kernels.of_points import as_kernel
@@ -47,7 +47,7 @@ _CANCELLED = 1e-4  # fraction of a gradient in space that may be lost to roundin
 class _Spectrum(Protocol):
     """A `qattn.Spectrum`."""
 
-    def power(self, t: float, signal: ArrayLike) -> Any:
+    def power(self, t: float, signal: ArrayLike) -> TensorOrArray:
         """Apply Q^t on the span of its modes."""
 
 
@@ -83,7 +83,7 @@ class _Operator(ABC):
         return self.kernel.device
 
     @eager
-    def __matmul__(self, signal: ArrayLike) -> Any:
+    def __matmul__(self, signal: ArrayLike) -> TensorOrArray:
         """Apply to a signal (M,), (M, C) or (*batch, M, C).
 
         Returns:
@@ -92,14 +92,14 @@ class _Operator(ABC):
         return self._multiplied(self.apply, signal, self.shape)
 
     @eager
-    def __rmatmul__(self, signal: ArrayLike) -> Any:
+    def __rmatmul__(self, signal: ArrayLike) -> TensorOrArray:
         """Apply the transpose to rows (N,) or (*batch, C, N): signal @ Q = (Qᵀ signalᵀ)ᵀ."""
         rows = _checks.as_tensor("signal", signal)
         columns = rows if rows.ndim == 1 else rows.mT
         product = self._multiplied(self.apply_transpose, columns, self.shape[:-2] + self.shape[:-3:-1])
         return like_input(product if rows.ndim == 1 else product.mT, signal)
 
-    def _multiplied(self, multiply: Callable[[Tensor], Tensor], signal: ArrayLike, shape: torch.Size) -> Any:
+    def _multiplied(self, multiply: Callable[[Tensor], Tensor], signal: ArrayLike, shape: torch.Size) -> TensorOrArray:
         if isinstance(signal, _Operator):
             raise TypeError(
                 "Operators can be applied to signals, not to one another. Apply them one after the other, as in "
@@ -118,7 +118,7 @@ class _Operator(ABC):
             return left.__matmul__(right) if isinstance(left, _Operator) else right.__rmatmul__(left)
         return NotImplemented
 
-    def to_dense(self) -> Any:
+    def to_dense(self) -> TensorOrArray:
         """Compute the matrix, shape (*batch, N, M), if it fits a gigabyte."""
         fits_memory("to_dense", self.kernel)
         return self.apply(torch.eye(self.shape[-1], dtype=self.dtype, device=self.device))
@@ -180,35 +180,35 @@ class Diffusion(_Operator):
     def apply_transpose(self, signal: Tensor) -> Tensor:
         return scaling.apply_transpose(self.kernel, self._left, self.bias, signal)
 
-    def _given(self, tensor: Tensor) -> Any:
+    def _given(self, tensor: Tensor) -> TensorOrArray:
         return tensor.numpy(force=True) if self._is_numpy else tensor
 
     @property
-    def mass(self) -> Any:
+    def mass(self) -> TensorOrArray:
         """Masses m, shape (*batch, N) or one that broadcasts to it."""
         return self._given(self._mass)
 
     @property
-    def potential(self) -> Any:
+    def potential(self) -> TensorOrArray:
         """Potential l of the rows, shape (*batch, N); f for "sinkhorn"."""
         return self._given(self._left)
 
     @property
-    def marginal_error(self) -> Any:
+    def marginal_error(self) -> TensorOrArray:
         """Mass-weighted mean of |Q1 − 1|, shape (*batch,)."""
         return self._given(self._result.marginal_error)
 
     @property
-    def num_iter(self) -> Any:
+    def num_iter(self) -> TensorOrArray:
         """Number of kernel passes of the normalization, shape (*batch,); 0 for "none", 1 for "row" and "symmetric"."""
         return self._given(self._result.num_iter)
 
     @property
-    def converged(self) -> Any:
+    def converged(self) -> TensorOrArray:
         """True where the tolerance was met, shape (*batch,), and for normalizations that do not iterate."""
         return self._given(self._result.converged)
 
-    def kernel_error(self, num_rows: int = 256, seed: int = 0) -> Any:
+    def kernel_error(self, num_rows: int = 256, seed: int = 0) -> TensorOrArray:
         """Measure the largest error of Q1 that the method of the kernel causes, on random rows; shape (*batch,)."""
         return self._given(self.kernel.error(self.bias, num_rows=num_rows, seed=seed))
 
@@ -245,7 +245,7 @@ class Diffusion(_Operator):
         return _Transpose(self)
 
     @eager
-    def power(self, t: float, signal: ArrayLike, *, spectrum: _Spectrum | None = None) -> Any:
+    def power(self, t: float, signal: ArrayLike, *, spectrum: _Spectrum | None = None) -> TensorOrArray:
         """Apply Q^t to a signal.
 
         Args:
@@ -277,7 +277,7 @@ class Diffusion(_Operator):
         return self.kernel.ranks.like(values[..., 0] if np.ndim(signal) == 1 else values, signal)
 
     @eager
-    def value_and_gradient(self, signal: ArrayLike) -> tuple[Any, Any]:
+    def value_and_gradient(self, signal: ArrayLike) -> tuple[TensorOrArray, TensorOrArray]:
         r"""Compute Qf and its exact gradient in space in one pass.
 
         For a Gaussian kernel and rows that sum to one, Qf extends to a smooth function of space, and
@@ -338,7 +338,7 @@ class Diffusion(_Operator):
         """
         return _Extension(self, at_points(self.kernel, points))
 
-    def to_dense(self) -> Any:
+    def to_dense(self) -> TensorOrArray:
         return self._given(super().to_dense())
 
     def to_scipy(self, symmetric: bool = False) -> Any:
@@ -416,7 +416,7 @@ class _Extension(_Operator):
     def kernel(self) -> Kernel:
         return self._kernel
 
-    def __matmul__(self, signal: ArrayLike) -> Any:  # of a DTensor too, the result is local: its points are others
+    def __matmul__(self, signal: ArrayLike) -> TensorOrArray:  # local for a DTensor too: its rows are other points
         return super().__matmul__(self.kernel.ranks.local_part("signal", signal, -2))
 
     def apply(self, signal: Tensor) -> Tensor:
@@ -485,7 +485,7 @@ def diffuse(
     solver: Solver = Solver(),  # noqa: B008 (it is frozen)
     init: ArrayLike | None = None,
     **kernel: Any,
-) -> tuple[Any, Diffusion]:
+) -> tuple[TensorOrArray, Diffusion]:
     """Make a diffusion operator and apply it in the last pass of the normalization, which saves a pass.
 
     Args:

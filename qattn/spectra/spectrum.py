@@ -10,7 +10,7 @@ from torch import Tensor
 from qattn import _checks
 from qattn._autocast import without_autocast
 from qattn._html import table
-from qattn._types import ArrayLike, like_input
+from qattn._types import ArrayLike, TensorOrArray, like_input
 from qattn._warning import warn_caller
 from qattn.ranks import ALONE, Ranks
 from qattn.spectra.linalg import inner
@@ -37,10 +37,10 @@ class Spectrum:
         choices: What `qattn.spectrum` chose, and why, by name; empty for `eigsh`.
     """
 
-    values: Any
-    vectors: Any
-    residuals: Any
-    mass: Any
+    values: TensorOrArray
+    vectors: TensorOrArray
+    residuals: TensorOrArray
+    mass: TensorOrArray
     sigma: float | None = None
     ranks: Ranks = ALONE
     choices: Mapping[str, str] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class Spectrum:
         return table(title, rows, header) + chosen
 
     @property
-    def frequencies(self) -> Any:
+    def frequencies(self) -> TensorOrArray:
         """Eigenvalues of the Laplacian, −(2/σ²) log λ, in ascending order; see `laplacian_eigenvalues`.
 
         Raises:
@@ -88,18 +88,18 @@ class Spectrum:
         return self.torch()._map(lambda x: x.to(*args, **kwargs))
 
     @without_autocast()
-    def project(self, signal: ArrayLike) -> Any:
+    def project(self, signal: ArrayLike) -> TensorOrArray:
         """Return the coefficients Φᵀ diag(m) f, shape (k,) or (k, C), of a signal f, shape (N,) or (N, C)."""
         return like_input(self.torch()._coefficients(self._signal(signal)), signal)
 
     @without_autocast()
-    def power(self, t: float, signal: ArrayLike) -> Any:
+    def power(self, t: float, signal: ArrayLike) -> TensorOrArray:
         """Return Φ Λ^t Φᵀ diag(m) f for a real t ≥ 0: Q^t within the span of the eigenvectors."""
         _checks.not_negative("t", t)
         return self._apply(lambda values: values.clamp(min=0) ** t, signal)
 
     @without_autocast()
-    def minus_log(self, signal: ArrayLike) -> Any:
+    def minus_log(self, signal: ArrayLike) -> TensorOrArray:
         """Return Φ (−log Λ) Φᵀ diag(m) f: −log Q within the span of the eigenvectors, about σ²/2 times L f.
 
         Raises:
@@ -125,7 +125,7 @@ class Spectrum:
         weighted = self.mass * f if f.ndim == 1 else self.mass[:, None] * f
         return inner(self.vectors, weighted, self.ranks).to(weighted.dtype)
 
-    def _apply(self, function: Callable[[Tensor], Tensor], signal: ArrayLike) -> Any:
+    def _apply(self, function: Callable[[Tensor], Tensor], signal: ArrayLike) -> TensorOrArray:
         """Return Φ g(Λ) Φᵀ diag(m) f for a function g."""
         spectrum, f = self.torch(), self._signal(signal)
         coefficients, factors = spectrum._coefficients(f), function(spectrum.values)
@@ -133,7 +133,7 @@ class Spectrum:
         return like_input(spectrum.vectors.to(scaled.dtype) @ scaled, signal)
 
 
-def laplacian_eigenvalues(values: ArrayLike, sigma: float) -> Any:
+def laplacian_eigenvalues(values: ArrayLike, sigma: float) -> TensorOrArray:
     r"""Estimate eigenvalues −(2/σ²) log λ of the Laplacian from eigenvalues λ of Q.
 
     Args:
