@@ -72,7 +72,8 @@ class Edges:
 
     def attend(self, bias: Tensor, value: Tensor | None) -> Attended:
         """Compute out (*batch, N, C) and lse (*batch, N) for bias (*batch, N) and value (*batch, N, C)."""
-        has_gradient = torch.is_grad_enabled() and _have_gradient(self.log, bias, value)
+        tensors = (self.log, bias) if value is None else (self.log, bias, value)
+        has_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         if bias.device.type == "cpu" and not has_gradient:  # a GPU would have to be asked whether weights are too small
             attended = self._attend_by_products(bias, value)
             if attended is not None:
@@ -158,10 +159,6 @@ class Edges:
                 torch.sparse_csr_tensor(self._starts, self.index[1], entries, self.shape, check_invariants=False)
                 @ columns
             )
-
-
-def _have_gradient(*tensors: Tensor | None) -> bool:
-    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def is_sparse(matrix: object) -> TypeGuard[Tensor | ScipySparse]:

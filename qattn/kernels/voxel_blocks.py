@@ -99,7 +99,8 @@ class Blocks:
             next_support = occupied
             for other in range(axis + 1, axes):
                 next_support = self._dilate(next_support, steps[other])
-            next_support = next_support[_is_in(next_support, self._dilate(support, steps[axis]))]
+            reached = self._dilate(support, steps[axis])
+            next_support = next_support[_find(reached, next_support) < len(reached)]
             _check_size(len(next_support) * self.size**axes, len(self._place))
             tables.append(_find(support, next_support[:, None] + steps[axis]))
             support = next_support
@@ -212,10 +213,6 @@ def _find(among: Tensor, keys: Tensor) -> Tensor:
     """Return the positions of `keys` in the sorted `among`, and its length for keys that are not in it."""
     place = torch.searchsorted(among, keys).clamp(max=len(among) - 1)
     return torch.where(among[place] == keys, place, len(among))
-
-
-def _is_in(keys: Tensor, among: Tensor) -> Tensor:
-    return _find(among, keys) < len(among)
 
 
 def _check_size(numbers: int, sites: int) -> None:

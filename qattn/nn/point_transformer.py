@@ -137,7 +137,8 @@ class QPointTransformer(
         _checks.integer("content_dim", content_dim, 0)
         _checks.integer("gradient_dim", gradient_dim, 0)
         sizes = _checked_sizes(preset, widths, num_blocks, num_heads, gradient_dim)
-        _check_alone(diffusion)
+        if diffusion.get("group") is not None:
+            raise ValueError("`group` is not an option of `QPointTransformer`: cells are merged within a process.")
         if not 0 <= drop_path < 1:
             raise ValueError(f"`drop_path` should be a fraction from 0 to below 1; got {drop_path}.")
         count = sum(sizes.num_blocks)
@@ -266,8 +267,3 @@ def _checked_sizes(
                 f"{sizes.widths} and heads {sizes.num_heads}."
             )
     return sizes
-
-
-def _check_alone(diffusion: dict[str, Any]) -> None:
-    if diffusion.get("group") is not None:
-        raise ValueError("`group` is not an option of `QPointTransformer`: cells are merged within a process.")

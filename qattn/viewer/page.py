@@ -64,7 +64,7 @@ class Viewer:
         self._server = _server(host, port)
         self._server.gui.configure_theme(control_width="large", show_logo=False, show_share_button=False)
         self._server.on_client_connect(self._open)
-        self._server.on_client_disconnect(self._close)
+        self._server.on_client_disconnect(lambda client: self._close(client.client_id))
 
     @property
     def address(self) -> str:
@@ -78,7 +78,7 @@ class Viewer:
     def stop(self) -> None:
         """Close all pages and the server."""
         for client_id in list(self.pages):
-            self._close_page(client_id)
+            self._close(client_id)
         _stop(self._server)
 
     def _open(self, client: viser.ClientHandle) -> None:
@@ -87,10 +87,7 @@ class Viewer:
             self.pages[client.client_id] = page
         page.recompute()
 
-    def _close(self, client: viser.ClientHandle) -> None:
-        self._close_page(client.client_id)
-
-    def _close_page(self, client_id: int) -> None:
+    def _close(self, client_id: int) -> None:
         with self._lock:
             page = self.pages.pop(client_id, None)
         if page is not None:
