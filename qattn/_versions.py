@@ -18,7 +18,8 @@ _FLEX = {"cpu": (2, 13), "cuda": (2, 9)}
 def is_exporting() -> bool:
     """Return whether `torch.export` is tracing, for functions that `torch.compile` does not trace.
 
-    Such functions are traced by export alone, which torch 2.6 therefore tells by `is_compiling`.
+    Only export traces such functions, so that `is_compiling` answers the question in torch 2.6, which has no
+    `is_exporting`.
     """
     if hasattr(torch.compiler, "is_exporting"):
         return torch.compiler.is_exporting()

@@ -28,7 +28,7 @@ __all__ = ["Flow", "flow"]
 
 @dataclass(frozen=True)
 class Flow:
-    """Positions of points along a flow, as tensors, or as arrays if the source was no tensor.
+    """Positions of points along a flow, as tensors, or as arrays if the source is not a tensor.
 
     Attributes:
         steps: Numbers of steps after which positions were saved, from 0 to the last, shape (T,).

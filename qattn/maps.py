@@ -78,8 +78,8 @@ def fit_functional_map(
     where a² and b² are the frequencies of the target and the source divided by their maximum, vanishes for maps that
     commute with the Laplacians, through their resolvents (Ren et al. 2019). Each row of C is a least-squares problem
     (Donati et al. 2020), solved by QR in float64: signatures are nearly dependent, and normal equations would lose half
-    of the digits. The ridge, ε = 2e-16 k_s in float64 and 9e-13 k_s in float32, sends functions to 0 of which the
-    features hold nothing but rounding, such as the odd ones of a symmetric shape.
+    of the digits. The ridge, ε = 2e-16 k_s in float64 and 9e-13 k_s in float32, maps those functions to 0 of which the
+    features contain only rounding errors, such as the odd functions of a symmetric shape.
 
     Args:
         source: Spectrum that functions come from.

@@ -93,7 +93,8 @@ def density(
     Args:
         points_or_kernel: Points of shape (*batch, N, d), or a `Kernel`.
         sigma: Bandwidth of the Gaussian kernel of points, a number or shape (H,) for H heads. Take a few spacings of
-            the points: with less a point has no neighbors, with much more the shape counts instead of its sampling.
+            the points: with less, points have no neighbors; with much more, masses depend on the shape instead of its
+            sampling.
         num_iter: Number of iterations, each of one kernel pass.
         **kernel: Further arguments of `GaussianKernel`, or `normals` and further arguments of `OrientedKernel`.
 

@@ -5,8 +5,8 @@ normal is reflected in the plane halfway between them,
 
     n_i ↦ n_i − 2 (n_i · e) e,        e = (x_j − x_i) / ‖x_j − x_i‖,
 
-which is right along any circle, hence also from one side of a thin sheet to the other, where it turns the normal
-around. The tree joins points whose normals agree most after that.
+which is exact along any circle. It therefore also carries normals around the edge of a thin sheet to its other side,
+where they point the opposite way. The tree joins points whose normals agree most after that.
 """
 
 import numpy as np
@@ -113,7 +113,7 @@ def share_of_other_sheets(kernel: GaussianKernel, mass: Tensor, normals: Tensor)
         normals: Normals (N, d).
 
     Returns:
-        Shares (N,) from 0, averaged once by the same rows.
+        Shares (N,) ≥ 0, averaged once over the same rows.
     """
     n, bias = normals.to(kernel.dtype), torch.log(mass)
     squares = (n[:, :, None] * n[:, None, :]).flatten(1)  # (N, d²)

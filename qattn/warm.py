@@ -24,7 +24,7 @@ _SORTED_DIMENSIONS = (1, 2, 4, 8)  # rows of every width for which sorting is co
 
 
 def tasks() -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yield what to call, and its name, for everything that qattn compiles."""
+    """Yield a name and a function to call, for everything that qattn compiles."""
     for dtype in (torch.float32, torch.float64):
         for d in _DIMENSIONS:
             points = torch.rand(_NUM_POINTS, d, generator=torch.Generator().manual_seed(0), dtype=dtype)

@@ -71,9 +71,9 @@ class Dispatch(Engine, Fused):
 
     Args:
         name: A backend, or "auto".
-        is_strict: Whether a backend that does not take the inputs is an error. Otherwise "auto" serves.
-        is_prepared: Whether all inputs are of the same points, with biases that at most double. Points are then laid
-            out once; on a GPU, backends are selected once for each kind of values, and a pass waits for nothing there.
+        is_strict: Whether to raise an error if the backend does not take the inputs. If False, "auto" replaces it.
+        is_prepared: Whether all inputs have the same points, and biases that at most double. Points are then laid out
+            once. On a GPU, backends are selected once for each kind of values, and no pass waits for the device.
     """
 
     def __init__(self, name: str = "auto", is_strict: bool = True, is_prepared: bool = False) -> None:

@@ -110,7 +110,7 @@ class Inputs:
 
     @cached_property
     def extent(self) -> Extent:
-        """Sizes of coordinates and biases, which decide the rounding of a lift. To measure them waits for a GPU."""
+        """Sizes of coordinates and biases, which determine the rounding of a lift. Measuring them waits for a GPU."""
         if self.known_extent is not None:
             return self.known_extent
         query, key, bias = extent(*self.embedded, self.bias)

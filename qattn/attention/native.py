@@ -1,7 +1,7 @@
 """The `native` backend: loops of our own for CPUs, compiled by Numba, on direct differences of points.
 
 There is no lift, and so no cancellation. The loops use as many threads as torch does. They are compiled for each dtype
-and dimension, once others have computed so many pairs that it pays, and the machine code is cached on disk.
+and dimension as soon as compiling pays off; until then `Plain` computes. The machine code is cached on disk.
 """
 
 from typing import ClassVar
@@ -44,7 +44,7 @@ class Native(Backend, Fused):
         return reasons
 
     def is_due(self, inputs: Inputs, task: str) -> bool:
-        """Return whether to attend or to differentiate here: it is compiled, or `Plain` has computed for long.
+        """Return whether to do a task here: its loops are compiled, or `Plain` has taken so long that compiling pays.
 
         Args:
             inputs: Inputs that this backend supports.

@@ -13,7 +13,7 @@ _LIFTED_DIMENSIONS = 7  # whose lifted points have up to 32 columns
 
 
 def is_lift_exact(inputs: Inputs, num_pairs: int) -> bool:
-    """Return whether tensor cores may compute the exponents: lifting pays for so many pairs, and is exact to `tol`."""
+    """Return whether tensor cores may compute the exponents: a lift pays off for these pairs, and is exact to `tol`."""
     if num_pairs < MANY_PAIRS or inputs.query.shape[-1] > _LIFTED_DIMENSIONS:
         return False
     extent = inputs.extent

@@ -1,7 +1,7 @@
 """The `triton` backend: kernels of our own for GPUs, compiled by Triton, on direct differences of points.
 
-To GPUs this is what `native` is to CPUs: there is no lift, and so no cancellation. Many pairs are the exception: tensor
-cores compute their exponents from lifted points, if the rounding of the lift is within the tolerance. The kernels are
+The counterpart of `native` for GPUs: there is no lift, and so no cancellation. With many pairs, however, tensor cores
+compute the exponents from lifted points, if the rounding error of the lift is within the tolerance. The kernels are
 compiled on their first use for each dimension and number of channels.
 """
 

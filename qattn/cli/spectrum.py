@@ -36,8 +36,9 @@ def spectrum(
 ) -> None:
     """Compute the leading eigenpairs of the diffusion operator Q, which approximate those of the Laplacian.
 
-    Without a bandwidth, it is chosen for points, and so are masses, normals and the scale of frequencies. Writes
-    `values` λ, `frequencies` −(2/σ²) log λ, `vectors`, `residuals`, `mass`, `sigma`, `points` and `faces`.
+    For points without a given bandwidth, the bandwidth, masses, normals and the scale of frequencies are chosen
+    automatically. Writes `values` λ, `frequencies` −(2/σ²) log λ, `vectors`, `residuals`, `mass`, `sigma`, `points` and
+    `faces`.
     """
     check_target(out, (".npz",))
     if plot is not None:

@@ -31,7 +31,7 @@ def view(
     """Open a page in the browser to look at a shape, its diffusion, modes, signatures and distances.
 
     Without a file, a generated creature is shown. The page is served on this machine alone, unless `--host` says
-    otherwise: whoever reaches it can have files of theirs read and computed with.
+    otherwise: anyone who can reach it can upload files and start computations.
     """
     if export is not None:
         check_target(export, (".html",))

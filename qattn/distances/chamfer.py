@@ -25,7 +25,7 @@ def chamfer_distance(source: ArrayLike, target: ArrayLike, power: float = 2) -> 
         power: Exponent p > 0. With p = 2, as usual, outliers dominate; with p = 1, the distance is a length.
 
     Returns:
-        Distances of shape (*batch,), an array if `source` is no tensor.
+        Distances of shape (*batch,), an array if `source` is not a tensor.
 
     Examples:
         >>> chamfer_distance([[0.0, 0.0], [3.0, 0.0]], [[0.0, 4.0]])

@@ -43,7 +43,7 @@ def energy_distance(
         target_mass: Masses b ≥ 0, shape (*batch, M), which are divided by their sum; equal by default.
 
     Returns:
-        Distances of shape (*batch,), an array if `source` is no tensor.
+        Distances of shape (*batch,), an array if `source` is not a tensor.
 
     Examples:
         >>> energy_distance(torch.zeros(1, 2), torch.tensor([[3.0, 4.0]]))

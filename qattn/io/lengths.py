@@ -1,4 +1,4 @@
-"""Lengths of a shape that bandwidths are measured by, and bandwidths as people write them."""
+"""Lengths of a shape in which bandwidths are measured, and bandwidths as text."""
 
 import math
 import re
@@ -22,7 +22,7 @@ def parse_sigma(text: str, shape: Cloud | Grid, name: str = "--sigma") -> float:
     Args:
         text: The bandwidth.
         shape: Shape whose spacing and extent are meant.
-        name: What errors call it.
+        name: Name of the argument in error messages.
     """
     match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)(e[-+]?\d+)?\s*([x%]?)\s*", text, re.IGNORECASE)
     number = float(match[1] + (match[2] or "")) if match else 0.0

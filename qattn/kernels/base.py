@@ -45,7 +45,7 @@ class Kernel(ABC):
 
     @abstractmethod
     def replace(self, *tensors: Tensor) -> "Kernel":
-        """Return the same kernel, made of other `tensors` with equal values: on a device, in a dtype, or aliases."""
+        """Return the same kernel of `tensors` of equal values: on another device, of another dtype, or aliases."""
 
     @abstractmethod
     def attend(self, bias: Tensor, value: Tensor | None = None, *, all_rows: bool = True) -> Attended:

@@ -220,7 +220,7 @@ class MixtureKernel(PointKernel):
 
     @cached_property
     def _is_stiff(self) -> bool:
-        """True if scores in the dtype of the means would have errors above `tol`, as covariances are large for σ.
+        """True if scores in the dtype of the means would have errors above `tol`, because covariances are far above σ².
 
         The condition number of C is κ ≤ 1 + 2 tr Σ / σ², and elimination loses about κ units in the last place.
         """

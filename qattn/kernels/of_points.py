@@ -1,4 +1,4 @@
-"""The kernel that points stand for, where functions take points or a kernel."""
+"""The kernel of an argument that is either points or a kernel."""
 
 from typing import Any
 

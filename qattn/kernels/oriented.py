@@ -1,4 +1,4 @@
-r"""The Gaussian kernel of points that know the normals of their surface.
+r"""The Gaussian kernel of points with normals of their surface.
 
     K_ij = exp(−‖x_i − x_j‖² / 2σ²) (1 + n_i · n_j) / 2
 
@@ -186,7 +186,7 @@ def _features(normals: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _part(own: Tensor, mean: Tensor) -> Tensor:
-    """Compute 1 + t_i · mean_i(t), at least rounding: what the normals leave of a row, from 0 to 2."""
+    """Compute 1 + t_i · mean_i(t), from 0 to 2 and at least rounding: the factor by which normals change a row sum."""
     return (1 + (own * mean).sum(-1)).clamp(min=torch.finfo(own.dtype).eps)
 
 

@@ -16,7 +16,7 @@ class QMultiheadAttention(nn.Module):
 
         K_ij = exp(−‖c_i − c_j‖² / 2),   c = W x,
 
-    times exp(−‖p_i − p_j‖² / 2σ²) with positions p. Normalization leaves of K the dot products exp(c_i · c_j), and
+    times exp(−‖p_i − p_j‖² / 2σ²) with positions p. Normalization reduces K to the dot products exp(c_i · c_j), and
     makes the weights of each head symmetric and doubly stochastic. So one projection serves as query and as key, and
     there is neither attention to another sequence nor a causal mask. It may take the place of `self_attn` in a
     `torch.nn.TransformerEncoderLayer`.

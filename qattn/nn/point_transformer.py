@@ -1,4 +1,4 @@
-r"""A point transformer whose attention is a diffusion: a U of levels, each with the same measure, twice as coarse."""
+r"""A point transformer whose attention is a diffusion: a U-Net whose levels get coarser and keep the measure."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -70,8 +70,8 @@ class QPointTransformer(
 
     On the way up, each point attends to the points of the coarser level, by a Gaussian whose rows sum to one.
 
-    Lengths are in units of `spacing`, not of the distances of a given cloud: with masses, more points, fewer, or uneven
-    ones approximate the same operators. Features should contain whatever the outputs may depend on, such as the
+    Lengths are in units of `spacing` and do not depend on the sampling: with masses, clouds of more, fewer or uneven
+    points approximate the same operators. Features should contain whatever the outputs may depend on, such as the
     coordinates.
 
     Args:
@@ -225,7 +225,7 @@ class QPointTransformer(
 
 
 class _Pool(nn.Module):
-    """Means over cells of new features of their points, which know where in the cell they are."""
+    """Means over cells of new features, to which each point contributes with its position in the cell."""
 
     def __init__(self, width: int, out_width: int, geometry: int) -> None:
         super().__init__()

@@ -217,8 +217,8 @@ class Diffusion(_Operator):
         """Take heads or items of the batch: q[index] is Q[index], without a new solve.
 
         Args:
-            index: Integers and slices for the axes *batch of Q, (*batch, N, N), of which the last is that of heads, if
-                there are any; `...` for those in between. Rows and columns cannot be indexed.
+            index: Integers and slices for the axes *batch of Q, (*batch, N, N), the last of which is that of heads, if
+                there are any; `...` stands for the axes not given. Rows and columns cannot be indexed.
 
         Returns:
             An operator whose kernel may use another method than Q, within its tolerance.

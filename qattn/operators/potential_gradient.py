@@ -47,7 +47,7 @@ class Chebyshev:
 def implicit_potential(solution: Tensor, error: Tensor, kernel: Kernel, log_mass: Tensor) -> Tensor:
     """Attach derivatives with respect to the kernel and log m to a solution f of f + lse(f + log m) = 0.
 
-    They are solved for somewhat more exactly than the potential was: `error` holds its marginal errors.
+    The linear system is solved somewhat more accurately than the potential, whose marginal errors are `error`.
     """
     return _Potential.apply(solution, error, kernel, log_mass, *kernel.tensors)
 

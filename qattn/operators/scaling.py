@@ -29,9 +29,9 @@ def shares(mass: Tensor, ranks: Ranks) -> Tensor:
 def apply(kernel: Kernel, left: Tensor, right: Tensor, value: Tensor, *, keeps_constants: bool = False) -> Tensor:
     """Apply diag(e^left) K diag(e^right) to values (*batch, M, C), which are ignored at absent sites.
 
-    If the potentials are such that the operator preserves constants for every kernel, its derivative by the kernel is
-    that of the product with v − c for any constant c, in which less cancels, and its rows at absent sites are those of
-    softmax.
+    With `keeps_constants`, the potentials depend on the kernel such that the operator preserves constants. Its
+    derivative with respect to the kernel is then that of the product with v − c for any constant c. The mean is taken
+    as c, so that less cancels. Rows at absent sites are then softmax averages.
     """
     return apply_and_sum(kernel, left, right, value, keeps_constants)[0]
 

@@ -179,8 +179,8 @@ def _iterate(
 ) -> tuple[SinkhornResult, Tensor | None]:
     """Iterate until each item of the batch has converged; also return Q applied to values, if the last pass did it.
 
-    Decisions are made on the host, from the errors of the items: reading them is all that a pass waits for on a GPU,
-    besides the rows of points without mass, which the kernel may compute apart.
+    Decisions are made on the host, from the errors of the items. On a GPU, a pass waits only for these, and for the
+    rows of points without mass if the kernel computes them separately.
     """
     share = shares(mass.detach(), kernel.ranks)
     min_iter = _MIN_UNROLLED if torch.is_grad_enabled() and needs_gradient(kernel, log_mass) else 1

@@ -1,4 +1,4 @@
-"""Spectra of points with nothing to choose: bandwidth, masses, normals and the scale of frequencies follow."""
+"""Spectra of points alone: bandwidth, masses, normals and the scale of frequencies follow from them."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -34,8 +34,8 @@ class _Sampling:
     """Properties of a sampling that follow from distances to a few neighbors.
 
     Attributes:
-        sigma: Mean distance r to the fourth neighbor, each weighted by r^d, the area that a point stands for, over
-            1 + 1/4d. That is the plain mean for random points of one density, and of use where they are sparse else.
+        sigma: Mean distance r to the fourth neighbor, weighted by r^d, the area of a point, and divided by 1 + 1/4d.
+            For random points of one density it is the plain mean; otherwise it suits the sparse parts.
         dims: Dimension d of the shape, by how distances grow with the number of neighbors.
         spread: Difference of the quartiles of the areas r^d, over their median; 0.70 for random points of one density
             in any dimension, more if the density varies, 0 for grids, whatever their boundary.
@@ -68,14 +68,13 @@ def spectrum(
         mass: Masses (N,), None for equal ones, or "density" for those of `qattn.mass.density`. "auto" takes equal ones
             for points that are even, as on a grid, and else "density".
         normals: Normals (N, d) on the same side of the surface, None to do without, or "auto" to estimate them for
-            surfaces in space. They count where sheets meet, as far as the rows of a Gaussian kernel reach other sheets:
-            see `OrientedKernel`.
+            surfaces in space. They only count where the rows of a Gaussian kernel reach other sheets; see
+            `OrientedKernel`.
         **options: Further arguments of `eigsh`.
 
     Returns:
         A `Spectrum`, of arrays if the points are one. With masses by density, its `sigma` is `effective_sigma` of the
-        operator, so that `frequencies` are free of what random sampling does to them; otherwise it is that of the
-        kernel.
+        operator, which corrects `frequencies` for random sampling; otherwise it is that of the kernel.
 
     Examples:
         >>> points = torch.nn.functional.normalize(torch.randn(2000, 3), dim=-1)
@@ -139,7 +138,7 @@ def _sampling(points: Tensor) -> _Sampling:
 def _with_normals(
     kernel: GaussianKernel, normals: ArrayLike | Literal["auto"] | None, sampling: _Sampling
 ) -> tuple[GaussianKernel | OrientedKernel, str]:
-    """Return the kernel, with normals where rows reach other sheets; and what was found."""
+    """Return the kernel, with normals if rows reach other sheets, and a note on why."""
     x = kernel.points
     if normals is None:
         return kernel, "none, as given"

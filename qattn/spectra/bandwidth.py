@@ -1,7 +1,7 @@
-r"""The bandwidth of a diffusion as it is measured, in place of the one that its kernel was given.
+r"""The effective bandwidth of a diffusion, measured from its operator instead of taken from its kernel.
 
 On a d-dimensional shape of any form, the Dirichlet energy of the coordinates is known: ∫ Σ_a |∇x_a|² = d ∫ 1. The
-operator's own energy of them therefore tells how far it spreads, as the s for which Q ≈ exp(−s²L/2):
+energy that the operator gives them therefore measures how far it spreads, by the s for which Q ≈ exp(−s²L/2):
 
     s² = (2/d) Σ_i m_i u_i · (−log Q u)_i / Σ_i m_i,        −log Q = (I − Q) + (I − Q)²/2 + (I − Q)³/3 + …
 
@@ -39,7 +39,7 @@ def effective_sigma(q: Diffusion, dims: int | None = None) -> float:
             directions in which rows are wide, rounded.
 
     Returns:
-        The bandwidth s. It is σ if each point is alone in its row, because then nothing is to be measured.
+        The bandwidth s. It is σ if no row reaches another point, as there is nothing to measure then.
 
     Examples:
         >>> points = torch.nn.functional.normalize(torch.randn(2000, 3), dim=-1)

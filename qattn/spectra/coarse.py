@@ -1,8 +1,8 @@
 r"""Coarse levels of large clouds, whose eigenvectors start the iteration for all points.
 
 The operator of the centers of neighboring points, with their total masses and a bandwidth that centers can resolve, has
-nearly the same eigenvectors (Theorem 4.5 of the paper). One application extends them to all points. What they lack is
-rough, and short filters recover it.
+nearly the same eigenvectors (Theorem 4.5 of the paper). One application extends them to all points. They only lack
+rough components, which filters of low degree recover.
 """
 
 import math
@@ -59,8 +59,8 @@ def coarse_operator(kernel: GaussianKernel | OrientedKernel, mass: Tensor, num_c
 def centers_of_mass(points: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
     """Return centers of mass (M, d) of groups of eight neighboring points (N, d), and the masses (M,) of the groups.
 
-    Centers have the density of the points, and modes that differ from theirs only in detail. A random sample would have
-    a density of its own, and modes that differ everywhere.
+    Centers follow the density of the points, so that their modes differ from those of the points only in detail. A
+    random sample has another density, and its modes differ everywhere.
     """
     present = (mass > 0).nonzero()[:, 0]
     order = present[kd_order(points[present].cpu()[None], leaf=_GROUP)[0].to(present.device)]

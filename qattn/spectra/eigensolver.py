@@ -200,7 +200,7 @@ def _iterate(
 ) -> tuple[Spectrum, str | None]:
     """Filter a block until the residuals of k Ritz pairs are within `tol`; return them, and a complaint if they fail.
 
-    Eigenvalues are no more accurate than the normalization, nor than rounding, which residuals need not fall below.
+    Residuals need not fall below the errors of the normalization and of rounding, which limit the accuracy anyway.
     """
     floor = max(rounding(s.weight.dtype), 0.01 * s.normalization_error)
     values, u, product = _rayleigh_ritz(s, block)

@@ -34,7 +34,7 @@ class Spectrum:
         mass: Masses m for which the vectors are orthonormal, shape (N,), with sum 1.
         sigma: Bandwidth σ for which Q ≈ exp(−σ²L/2); None if there is none, as for graphs and matrices.
         ranks: Process group over which the sites are sharded; `ALONE` if they are local.
-        choices: What `qattn.spectrum` chose, and why, by name; empty for `eigsh`.
+        choices: Choices of `qattn.spectrum` with their reasons, by name; empty for `eigsh`.
     """
 
     values: TensorOrArray
@@ -142,7 +142,7 @@ def laplacian_eigenvalues(values: ArrayLike, sigma: float) -> TensorOrArray:
 
     Returns:
         Estimates in the order of `values`, a tensor or an array like them. They are ∞ where λ ≤ 0, which no Laplacian
-        explains; a warning tells how many.
+        explains; a warning gives their number.
 
     Examples:
         >>> laplacian_eigenvalues(torch.tensor([1.0, 0.99]), sigma=0.1)

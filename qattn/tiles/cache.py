@@ -1,6 +1,7 @@
-"""Machine code on disk, and what of it there is.
+"""Machine code on disk, and a record of the loops that are compiled.
 
-A file that is missing, damaged or made by others is compiled again, and one that cannot be written is done without.
+If a file is missing, damaged or of another version, its code is compiled again. If it cannot be written, the code is
+not kept.
 """
 
 import functools
@@ -20,7 +21,7 @@ _remembered: set[str] = set()
 
 
 def is_compiled(task: str) -> bool:
-    """Return whether all loops of a task are compiled, in this process or on disk, as far as `remember` was told."""
+    """Return whether all loops of a task are compiled, in this process or on disk, according to `remember`."""
     return task in _remembered or ((path := _memo(task)) is not None and path.exists())
 
 
@@ -62,7 +63,7 @@ def cache_folder() -> Path | None:
 
 
 def _folders() -> Iterator[tuple[Path, bool]]:
-    """Yield folders to try, and whether each lies among those of others."""
+    """Yield folders to try, and whether each lies in a folder that all users share."""
     loops = Path(__file__).parent / "loops"
     name = f"qattn-{_digest(str(loops))}"  # installations do not share a folder
     if chosen := os.environ.get("NUMBA_CACHE_DIR"):

@@ -1,8 +1,8 @@
-"""The time until loops are compiled, in which torch computes: as long as the compiler would take, and no longer.
+"""When to compile a loop: after torch has computed in its place for as long as the compiler takes.
 
-On a new machine a few clouds are done before a compiler would be. However many there will be, the total is at most
-twice as long as if that were known. What another method takes longer than a loop would counts as well, so that no
-machine goes without compiled loops for ever.
+On a new machine, torch finishes a few clouds before a compiler would. However many follow, the total time is at most
+twice the best possible, in which that number is known in advance. If another method is used because a loop is not
+compiled, the time that it takes longer counts as well, so that every machine compiles its loops at some point.
 """
 
 from itertools import product
@@ -44,7 +44,7 @@ class Loop(NamedTuple):
 
 
 def patience(loop: Loop) -> float:
-    """Return for how many seconds to do without a loop; 0 if it is compiled or due, inf if it cannot be compiled."""
+    """Return for how many more seconds to avoid a loop; 0 if it is compiled or due, inf if it cannot be compiled."""
     if why_not_compiled():
         return torch.inf
     return 0.0 if loop.is_compiled else max(0.0, _COMPILER[loop.name] - _spent.get(loop, 0.0))

@@ -152,7 +152,7 @@ class Model:
         return Picture(_bytes(colors), f"{state.signal}: {caption}")
 
     def _power(self, q: Diffusion, state: State, signal: Tensor) -> Tensor:
-        """Apply Q as often as the state asks for, from the last result if that has fewer steps and else the same."""
+        """Apply Q for all steps of the state, from the last result if it differs only in having fewer steps."""
         key, done = replace(state, steps=0), 0
         if self._steps is not None and self._steps[0] == key and self._steps[1] <= state.steps:
             _, done, signal = self._steps
@@ -325,7 +325,7 @@ def _warning(q: Diffusion) -> str:
 
 
 def _as_colors(signal: Tensor) -> Tensor:
-    """Convert three channels (N, 3) to colors, each from its smallest to its largest value but for outliers."""
+    """Convert three channels (N, 3) to colors, each scaled from its smallest to its largest value without outliers."""
     ordered = signal.sort(dim=0).values
     low, high = (ordered[int(share * (len(signal) - 1))] for share in (0.02, 0.98))
     return (0.1 + 0.8 * (signal - low) / (high - low).clamp(min=1e-12)).clamp(0, 1)

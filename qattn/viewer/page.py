@@ -43,7 +43,7 @@ class Viewer:
     Args:
         shape: Cloud, mesh, splats or grid to show first.
         other: A second shape, for "Match".
-        host: Address to listen on; the loopback address is not reached from other machines.
+        host: Address to listen on; other machines cannot reach the loopback address.
         port: Port to listen on, or a free one after it.
         sigma: Bandwidth to start with, a length; by default one that suits the shape.
     """
@@ -281,8 +281,8 @@ class _Page:
 class _Scene:
     """The shapes of a page, scaled to `_SIZE` and side by side.
 
-    In a page that is exported, splats are points, because browsers refuse workers that sort them to pages from disk,
-    and there are no controls for which shapes make room.
+    In a page that is exported, splats are points, because browsers do not let pages from disk start the workers that
+    sort splats. There are no controls either, for which shapes would have to make room.
     """
 
     def __init__(self, scene: viser.SceneApi, model: Model, up: str, *, is_exported: bool = False) -> None:
@@ -307,7 +307,7 @@ class _Scene:
 
     @property
     def _away(self) -> float:
-        """Distance from which all shapes are seen, by that for one of them."""
+        """Distance from which all shapes are visible, relative to that for one of them."""
         return 1.0 if self._model.other is None else 1.7
 
     def ray(self, origin: np.ndarray, direction: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

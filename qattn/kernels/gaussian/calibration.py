@@ -1,7 +1,7 @@
 """Costs of passes on a GPU, measured once for each device and kept on disk.
 
 A pass over all pairs, and passes over near tiles of points on a line at three sizes, give the cost of a pair of points,
-of a comparison of two tiles, of a point and of a call. Measuring them takes about a second, most of which compiles.
+of a comparison of two tiles, of a point and of a call. Measuring them takes about a second, most of it for compilation.
 """
 
 import functools
@@ -57,7 +57,7 @@ def rates(device: torch.device) -> Rates | None:
 
 
 def _read(path: Path) -> dict[str, list[float]]:
-    """Read what was measured before; a file that is missing or damaged holds nothing."""
+    """Read earlier measurements by name; none if the file is missing or damaged."""
     try:
         kept = json.loads(path.read_text())
         return {str(name): [float(x) for x in Rates(*numbers)] for name, numbers in kept.items()}
@@ -71,7 +71,7 @@ def _measured(device: torch.device) -> Rates:
     pair = _seconds(lambda: on_device.attend(cloud, cloud, sigma, None, None), device) / _PAIRS**2
 
     def line(size: int) -> float:
-        """Time a pass over points on a line, of which only those of the same tile or the next are near."""
+        """Time a pass over points on a line, where only the same and adjacent tiles are near."""
         x = torch.arange(size, device=device, dtype=torch.float32)[None, :, None].expand(-1, -1, 3)
         tiling, cutoff = DeviceTiling(x, torch.arange(size, device=device)[None]), Cutoff(1e-3, {})
         return _seconds(lambda: on_device.attend(tiling, tiling, sigma, None, None, cutoff), device)

@@ -126,7 +126,7 @@ def choose(
     compiled: dict[str, tuple[float, Loop]] = {}  # what passes would take by loops for which one waits
 
     def until_compiled(method: str, seconds: float, by_torch: float) -> float:
-        """Return the seconds per pass on this machine, where torch may serve until loops are compiled."""
+        """Return the seconds per pass on this machine, where torch may compute until the loops are compiled."""
         if device.type != "cpu" or why_not_compiled() or pairs > _WORTH_COMPILING:
             return seconds
         loop = gaussian.loop_of(_LOOPS[method], points.clouds[1].dtype, points.dims)
@@ -146,7 +146,7 @@ def choose(
         limit = fourier.most_modes(N + M)
 
         def grid(least_sum: float) -> tuple[float, list[int], int]:
-            """Error, modes along each axis and their number, if rows of the kernel sum to this at least."""
+            """Return the error δ, the modes along each axis and their number, for rows that sum to at least this."""
             error = fourier.first_error(tol, least_sum, math.sqrt(num_keys))
             shape = fourier.modes(extent, error)
             return error, shape, math.prod(shape)

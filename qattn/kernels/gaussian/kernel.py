@@ -219,9 +219,10 @@ class GaussianKernel(PointKernel):
         return self._replanned(_prepared=other._prepared)
 
     def ordered_like(self, other: "GaussianKernel") -> "GaussianKernel":
-        """Return the same kernel, whose points are sorted in the order of those of another kernel, one by one.
+        """Return the same kernel, with its points sorted in the order of another kernel of as many points.
 
-        Tiles of points with many coordinates are then compact in those of the other kernel, and are sorted only once.
+        Tiles of points with further coordinates are then compact in the coordinates of the other kernel, and sorted
+        once.
         """
         return self._replanned(_prepared=self._prepared.ordered_like(other._prepared))
 

@@ -39,7 +39,7 @@ class Plan:
         sigma: Bandwidth, a scalar tensor or (H,).
         method: "auto", "exact", "tiles" or "fourier".
         tol: Largest acceptable error of lse.
-        backend: Attention backend. Backends that "tiles" does not use leave only "exact".
+        backend: Attention backend. With a backend that "tiles" cannot use, only "exact" remains.
         workload: Passes for which the cost is estimated.
     """
 

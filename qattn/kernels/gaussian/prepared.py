@@ -62,7 +62,7 @@ class PreparedPoints:
         return x if self.origin is None else x - self.origin.to(x)
 
     def ordered_like(self, other: "PreparedPoints") -> "PreparedPoints":
-        """Return the same points, to be sorted in the order of others, one by one, whose batch (*batch,) may lack axes.
+        """Return the same points, to be sorted in the order of others, whose batch (*batch,) may lack axes.
 
         Args:
             other: As many points, of a cloud that attends to itself, such as positions without further coordinates.

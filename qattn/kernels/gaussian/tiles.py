@@ -138,7 +138,7 @@ class Tiles(Engine, Fused):
         return is_lifted
 
     def _is_due(self, inputs: Inputs, name: str, passes: float) -> bool:
-        """Return whether to call the loops instead of so many passes of plain torch; always if they were asked for."""
+        """Return whether to call the loops instead of so many passes of plain torch; always if asked for by name."""
         loop = _loop(inputs, name)
         if self._backend == "native" or patience(loop) == 0:
             return True
