@@ -89,7 +89,7 @@ def flow(
     if sigma is not None:
         _checks.one_bandwidth(sigma, torch.float64, torch.device("cpu"))
     elif options:
-        raise ValueError(f"{', '.join(options)} are for smoothing, and that has a bandwidth: give `sigma` too.")
+        raise ValueError(f"{', '.join(options)} are options of smoothing, which needs a bandwidth. Give `sigma` too.")
     weight = torch.cat([-a, b], dim=-1)
     saved = [*range(0, num_steps, every), num_steps]
     positions = [x]

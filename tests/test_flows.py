@@ -129,7 +129,7 @@ X, Y = torch.ones(4, 2), torch.ones(3, 2)
         (lambda: flow(X, Y, num_steps=0), "`num_steps` should be an integer of at least 1"),
         (lambda: flow(X, Y, every=0.5), "`every` should be an integer of at least 1"),
         (lambda: flow(X, Y, step_size=-1.0), "`step_size` should be positive"),
-        (lambda: flow(X, Y, normalization="none"), "normalization are for smoothing.*give `sigma` too"),
+        (lambda: flow(X, Y, normalization="none"), "normalization are options of smoothing.*Give `sigma` too"),
     ],
 )
 def test_wrong_input(call, message):

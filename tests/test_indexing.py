@@ -211,7 +211,7 @@ def test_what_is_no_index_is_refused(index, error, message):
 def test_what_has_no_items_is_refused():
     q = diffusion(torch.randn(10, 2), 0.5)
     with pytest.raises(
-        ValueError, match=r"this operator has shape \(10, 10\), and so neither. Take rows and columns of"
+        ValueError, match=r"this operator has shape \(10, 10\), and has neither. Take rows and columns of"
     ):
         q[0]
     with pytest.raises(ValueError, match="this operator has shape"):  # a loop over it is an error, not empty

@@ -143,6 +143,6 @@ def _check_self_attention(
             )
     if attn_mask is not None or is_causal:
         raise ValueError(
-            "`attn_mask` should be None, and `is_causal` False: weights that are symmetric cannot look one way. "
+            "`attn_mask` should be None, and `is_causal` False: symmetric weights cannot be causal. "
             "Padding is `key_padding_mask`."
         )

@@ -582,7 +582,7 @@ def _checked_index(index: Any, shape: torch.Size) -> Index:
     missing = len(batch) + len(places) - len(entries)
     if not batch:
         raise ValueError(
-            f"`q[index]` takes heads or items of a batch; this operator has shape {tuple(shape)}, and so neither. "
+            f"`q[index]` takes heads or items of a batch; this operator has shape {tuple(shape)}, and has neither. "
             "Take rows and columns of `q.to_dense()`."
         )
     if missing < 0 or len(places) > 1:

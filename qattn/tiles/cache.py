@@ -1,7 +1,7 @@
 """Machine code on disk, and a record of the loops that are compiled.
 
-If a file is missing, damaged or of another version, its code is compiled again. If it cannot be written, the code is
-not kept.
+If a file is missing or damaged, its code is compiled again; if it cannot be written, the code is not kept. Folders that
+other users can write to are not used.
 """
 
 import functools
