@@ -102,13 +102,15 @@ def test_flash_attn_adapter(package, function, points, values):
     check(flash_attn.attend_with(package, function, inputs), inputs, flash_attn.FlashAttn.tolerance)
 
 
+FMHA = types.SimpleNamespace(
+    memory_efficient_attention_forward_requires_grad=memory_efficient_attention_forward_requires_grad
+)
+
+
 @pytest.mark.parametrize(("points", "values"), [*DTYPES, (torch.float32, torch.float32)])
 def test_xformers_adapter(points, values):
-    fmha = types.SimpleNamespace(
-        memory_efficient_attention_forward_requires_grad=memory_efficient_attention_forward_requires_grad
-    )
     inputs = problem(points, values)
-    check(xformers.attend_with(fmha, inputs), inputs, xformers.Xformers.tolerance)
+    check(xformers.attend_with(FMHA, inputs), inputs, xformers.Xformers.tolerance)
 
 
 @pytest.mark.parametrize("values", [None, torch.float32, torch.bfloat16])
@@ -189,16 +191,16 @@ def test_a_broken_package_is_a_reason_not_a_crash(modules):
 
 def test_a_broken_mslk_does_not_hide_xformers(modules):
     modules["mslk.attention.fmha"] = ImportError("libcudart.so.13: cannot open shared object file")
-    modules["xformers.ops.fmha"] = types.ModuleType("working")
-    assert xformers._load() is modules["xformers.ops.fmha"]
+    modules["xformers.ops.fmha"] = FMHA
+    inputs = problem(torch.float32, torch.float32)
+    check(xformers.Xformers().attend(inputs), inputs, xformers.Xformers.tolerance)
 
 
 def test_mslk_goes_before_xformers(modules):
-    modules["xformers.ops.fmha"] = types.ModuleType("old")
-    assert xformers._load() is modules["xformers.ops.fmha"]
-    xformers._load.cache_clear()
-    modules["mslk.attention.fmha"] = types.ModuleType("new")
-    assert xformers._load() is modules["mslk.attention.fmha"]
+    modules["xformers.ops.fmha"] = types.ModuleType("an old one, which cannot attend")
+    modules["mslk.attention.fmha"] = FMHA
+    inputs = problem(torch.float32, torch.float32)
+    check(xformers.Xformers().attend(inputs), inputs, xformers.Xformers.tolerance)
 
 
 def test_the_chosen_package_fits_the_gpu(modules, monkeypatch):

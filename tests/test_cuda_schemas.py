@@ -21,7 +21,7 @@ def fake_inputs(dtype, channels, has_bias=True, batch=2, n=50, m=70, radius=10.0
 
     value = empty(m, channels) if channels else None
     bias = empty(m, dtype=torch.float32) if has_bias else None
-    points = torch.float32 if radius > 10 else dtype
+    points = torch.float32 if radius > 10 and channels else dtype
     result = Inputs(empty(n, 3, dtype=points), empty(m, 3, dtype=points), value, bias)
     result.__dict__["extent"] = Extent(radius, radius, 1.0)
     return result
@@ -31,7 +31,7 @@ def fake_inputs(dtype, channels, has_bias=True, batch=2, n=50, m=70, radius=10.0
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_memory_efficient_attention(channels, has_bias):
     with FakeTensorMode(), Recorder() as recorder, Indexing():
-        out, lse = sdpa._cuda_efficient(fake_inputs(torch.float32, channels, has_bias))
+        out, lse = sdpa.Sdpa().attend(fake_inputs(torch.float32, channels, has_bias))
         [(name, (query, key, value, mask, wants_lse), options, result)] = recorder.calls
         assert "_scaled_dot_product_efficient_attention" in name
         assert (mask, wants_lse, options) == (None, True, {"scale": 1.0})
@@ -51,9 +51,10 @@ def test_memory_efficient_attention(channels, has_bias):
 @pytest.mark.parametrize("channels", [0, 1, 8, 70])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("radius", "parts"), [(10.0, torch.float16), (200.0, torch.bfloat16)])
-def test_flash_attention(channels, dtype, radius, parts):
+def test_flash_attention(channels, dtype, radius, parts, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     with FakeTensorMode(), Recorder() as recorder, Indexing():
-        out, lse = sdpa._cuda_flash(fake_inputs(dtype, channels, radius=radius))
+        out, lse = sdpa.Sdpa().attend(fake_inputs(dtype, channels, radius=radius))
         [(name, tensors, options, result)] = recorder.calls
         assert "_scaled_dot_product_flash_attention" in name
         assert options == {"scale": 1.0}

@@ -15,7 +15,8 @@ from scipy.spatial.transform import Rotation
 
 from qattn import GaussianKernel, MixtureKernel, Solver, check_axioms, diffusion, sinkhorn
 from qattn.attention.inputs import Inputs
-from qattn.kernels.mixture_overlap import _attend_listed
+from qattn.kernels.mixture_overlap import Overlap, _attend_listed
+from qattn.tiles.mixture import MixtureTiles, MixtureTiling
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
 
@@ -205,8 +206,10 @@ def test_what_is_left_out_is_below_the_tolerance():
 
 
 def test_most_tiles_of_a_large_mixture_are_left_out():
-    engine = MixtureKernel.from_splats(*splats(20_000), sigma=0.01)._engine
-    counts, _ = engine._tiles.near_tiles(torch.zeros(1, 20_000), 1e-3)
+    overlap = Overlap(3, "full", has_determinant=True)
+    means, spread, sigma, _ = (x.double() for x in MixtureKernel.from_splats(*splats(20_000), sigma=0.01).tensors)
+    tiling = MixtureTiling(overlap.in_space(overlap.embed(means, spread, sigma))[None])
+    counts, _ = MixtureTiles(tiling, tiling, has_determinant=True).near_tiles(torch.zeros(1, 20_000), 1e-3)
     assert float(counts.double().mean()) < 0.3 * 313
 
 
