@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qattn import Solver, diffusion, shapes
 from qattn.spectra import Spectrum
@@ -72,6 +72,14 @@ def dense(query: Tensor, key: Tensor, value: Tensor | None = None, bias: Tensor 
         return None, lse
     weights = torch.exp(scores - torch.where(lse == -torch.inf, 0, lse)[..., None])
     return weights @ value.double(), lse
+
+
+def check_gradients(module: nn.Module) -> None:
+    """Every parameter should have a gradient that is finite and not 0."""
+    for label, parameter in module.named_parameters():
+        assert parameter.grad is not None, label
+        assert parameter.grad.isfinite().all(), label
+        assert parameter.grad.abs().amax() > 0, label
 
 
 def dense_spectrum(points: Tensor, sigma: float, k: int, tol: float = 1e-8) -> Spectrum:

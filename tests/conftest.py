@@ -20,7 +20,7 @@ from hypothesis import settings  # noqa: E402
 
 from qattn.tiles import meanwhile  # noqa: E402
 
-meanwhile._COMPILER = dict.fromkeys(meanwhile._COMPILER, 0.0)  # tests are of the loops, from the first pair on
+meanwhile.compile_at_first_call()  # tests are of the loops, from the first pair on
 
 settings.register_profile("repeatable", derandomize=True, database=None)
 settings.load_profile("repeatable")
@@ -42,6 +42,14 @@ def pytest_collection_modifyitems(items):
 def _flex_everywhere(monkeypatch):
     """Older versions of torch are a reason of their own against FlexAttention (`tests/test_versions.py`)."""
     monkeypatch.setattr("qattn._versions._TORCH", (2, 13))
+
+
+@pytest.fixture
+def _cold(monkeypatch):
+    """A machine on which nothing is compiled, or remembered."""
+    monkeypatch.setattr(meanwhile, "is_compiled", lambda task: False)
+    monkeypatch.setattr(meanwhile, "remember", lambda task: None)
+    monkeypatch.setattr(meanwhile, "_spent", {})
 
 
 @pytest.fixture

@@ -154,11 +154,8 @@ def test_tasks_are_remembered_on_disk(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def _cold(monkeypatch):
-    """A machine on which nothing is compiled, and remembered, and where compiling is worth 5 · 300² pairs."""
-    monkeypatch.setattr(meanwhile, "is_compiled", lambda task: False)
-    monkeypatch.setattr(meanwhile, "remember", lambda task: None)
-    monkeypatch.setattr(meanwhile, "_spent", {})
+def _cold(_cold, monkeypatch):
+    """A machine on which nothing is compiled, and where compiling is worth 5 · 300² pairs."""
     _be_patient(monkeypatch, 5 * 300 * 300)
 
 

@@ -81,15 +81,6 @@ def test_the_estimate_of_near_pairs_is_their_number(count, sigma):
     assert 0 < num_pairs <= 64**2 * num_tiles
 
 
-@pytest.fixture
-def _cold(monkeypatch):
-    """Nothing is compiled, or remembered."""
-    monkeypatch.setattr(meanwhile, "is_compiled", lambda task: False)
-    monkeypatch.setattr(meanwhile, "remember", lambda task: None)
-    monkeypatch.setattr(meanwhile, "_spent", {})
-    monkeypatch.setattr(meanwhile, "_COMPILER", dict.fromkeys(meanwhile._COMPILER, 6.0))
-
-
 @pytest.mark.usefixtures("_cold")
 def test_loops_are_due_once_torch_has_taken_as_long_as_the_compiler_would(monkeypatch):
     loop, other = Loop("sort", torch.float32, 1), Loop("sort", torch.float64, 1)
