@@ -43,7 +43,7 @@ def _memory(field: str) -> float:
 
 
 def once(run: Callable[[], object]) -> tuple[object, float, float]:
-    """What a function returns, its seconds, and the megabytes that it needs at most, above those in use before."""
+    """Return the result of a function, its seconds, and its peak of megabytes above those in use before."""
     ctypes.CDLL("libc.so.6").malloc_trim(0)  # or the run would take what is free already
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before, start = _memory("VmRSS"), time.perf_counter()
@@ -66,7 +66,7 @@ def in_its_own_process(script: str, *arguments: object, limit: float) -> dict[st
 
 
 def environment() -> dict[str, object]:
-    """What the figures were measured on."""
+    """Describe the machine and the versions that figures are measured with."""
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -83,7 +83,7 @@ def environment() -> dict[str, object]:
 
 
 def finding(case: str, ours: str, rows: list[dict[str, object]], figure: str = "seconds") -> dict[str, str]:
-    """One line of the summary: our figure, and how many times as much the others of these rows take."""
+    """Make a line of the summary: our figure, and the multiples of it that the others of these rows take."""
     rows = [row for row in rows if figure in row]
     base = next((row for row in rows if row["name"] in ("qattn", "native")), None)
     if base is None:

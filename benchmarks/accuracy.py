@@ -129,7 +129,7 @@ def heat(values, vectors, t, sources):
 
 
 def errors(found, exact, sources):
-    """Of eigenvalues, and if there are eigenvectors, of signatures and heat."""
+    """Compute errors of eigenvalues and, if there are eigenvectors, of signatures and heat."""
     deviations = found[0][1:] / exact[0][1:] - 1
     result = {
         "median": float(np.median(np.abs(deviations))),

@@ -33,7 +33,7 @@ def dense(inputs: Inputs):
 
 
 def pykeops(inputs: Inputs):
-    """The same by PyKeOps: symbolic, compiled for the CPU, O(N) memory."""
+    """Attend by PyKeOps: symbolic, compiled for the CPU, O(N) memory."""
     from pykeops.torch import LazyTensor
 
     x, y = LazyTensor(inputs.query[0][:, None]), LazyTensor(inputs.key[0][None])
@@ -78,7 +78,7 @@ def error(attended, inputs, rows=300):
 
 
 def measure(sizes, device, budget):
-    """One row a candidate, size and kind of pass."""
+    """Return one row per candidate, size and kind of pass."""
     rows = []
     for name, run in candidates(device).items():
         for channels, what in ((0, "lse"), (CHANNELS, f"C = {CHANNELS}")):
@@ -115,7 +115,7 @@ def summary(rows):
 
 
 def findings(rows):
-    """Of the largest cloud that all were given."""
+    """Summarize the largest cloud that all candidates were given."""
     N = min(max(row["N"] for row in rows if row["name"] == name) for name in {row["name"] for row in rows})
     return [
         finding(

@@ -59,7 +59,7 @@ CANDIDATES = {"qattn": by_qattn, "potpourri3d": by_potpourri3d}
 
 
 def one(name, shape, n):
-    """One candidate in this process: prints a row."""
+    """Run one candidate in this process, and print a row."""
     points, exact = SHAPES[shape](n)
     CANDIDATES[name](SHAPES[shape](2000)[0])(0)  # imports and compiles everything
     compute, setup, megabytes = once(lambda: CANDIDATES[name](points))

@@ -35,7 +35,7 @@ CASES = [  # method, σ as a number or in mean spacings of the points, and sizes
 
 
 def counted(group, run):
-    """What a function sends, in bytes, at most by one rank."""
+    """Count the bytes that a function sends: the largest number of a rank."""
     before = group.sent
     run()
     return int(group.maximum(torch.tensor(float(group.sent - before), dtype=torch.float64)))

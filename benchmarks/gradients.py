@@ -22,7 +22,7 @@ NAMES = ("points", "sigma", "mass", "signal")
 
 
 def dense_gradients(points, sigma, mass, signal, weight):
-    """Of Σ weight · Qf in float64, through the last of many plain Sinkhorn steps."""
+    """Compute gradients of Σ weight · Qf in float64, through the last of many plain Sinkhorn steps."""
     tensors = [x.detach().double().requires_grad_() for x in (points, sigma, mass, signal)]
     x, s, m, f = tensors
     scores = -((x[:, None] - x) ** 2).sum(-1) / (2 * s**2)

@@ -92,12 +92,12 @@ def problem(n, dtype=torch.float32):
 
 
 def loss(out):
-    """Of gradients by the bandwidths that do not vanish by symmetry."""
+    """Compute a loss whose gradients by the bandwidths do not vanish by symmetry."""
     return (out * torch.linspace(-1, 1, FEATURES).to(out)).square().mean()
 
 
 def exact(signal, points, log_sigma):
-    """By the dense matrices, with gradients through iterations until nothing changes."""
+    """Compute the layer by dense matrices, with gradients through iterations until nothing changes."""
     x = points / log_sigma.exp()[:, None, None]
     scores, f = -0.5 * torch.cdist(x, x) ** 2, torch.zeros(x.shape[:2], dtype=x.dtype)
     log_mass = -math.log(len(points))
@@ -118,7 +118,7 @@ def errors(run, n=300):
 
 
 def one(name, n, budget):
-    """One candidate in this process: prints a row."""
+    """Run one candidate in this process, and print a row."""
     run = CANDIDATES[name]()
     output_error, gradient_error = errors(run)
     assert output_error < 1e-2, output_error

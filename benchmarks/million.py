@@ -111,7 +111,7 @@ CANDIDATES = {
 
 
 def one(name, path, sigma):
-    """One candidate in this process: prints a row."""
+    """Run one candidate in this process, and print a row."""
     points = torch.from_numpy(np.load(path))
     signal = torch.randn(len(points), CHANNELS, generator=torch.Generator().manual_seed(0))
     run = CANDIDATES[name]
@@ -130,7 +130,7 @@ def one(name, path, sigma):
 
 
 def measure(name, path, sigma, limit):
-    """One candidate in a process of its own; None if it does not end in time or in memory."""
+    """Run one candidate in its own process; return None if it exceeds the limits of time or memory."""
     row = in_its_own_process(__file__, "--candidate", name, "--cloud", path, "--sigma", sigma, limit=limit)
     if isinstance(row, str) and name == "qattn":
         raise SystemExit(f"{name}: {row}")

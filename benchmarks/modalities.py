@@ -43,7 +43,7 @@ def ball(n):
 
 
 def shell(n):
-    """Those of a sphere, one voxel thick."""
+    """Make the voxels of a sphere, one voxel thick."""
     return voxels(n, n / 2 - 1, n / 2)
 
 
@@ -161,7 +161,7 @@ CASES = {
 
 
 def one(case, name, path):
-    """One candidate in this process: prints a row."""
+    """Run one candidate in this process, and print a row."""
     candidates = CASES[case][1]
     data = torch.load(path, mmap=True)  # made elsewhere: what making it takes is not the candidate's
     N = len(data[0]) if isinstance(data, tuple) else int(data.max()) + 1 if case.startswith("graph") else len(data)

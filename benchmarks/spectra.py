@@ -55,7 +55,7 @@ LIMITS = {"robust_laplacian": 250_000, "dense operator": 5000}  # points beyond 
 
 
 def one(name, n, k):
-    """One candidate in this process: prints a row."""
+    """Run one candidate in this process, and print a row."""
     points = sphere(n)
     some = sphere(6000)
     CANDIDATES[name](some[:1000], 10)  # imports and compiles everything

@@ -1,4 +1,4 @@
-"""What the tests of all environments share: errors are held to bounds, and kept for the table at the end."""
+"""Fixtures of the tests in all environments: errors are held to bounds, and kept for the table at the end."""
 
 import json
 import os

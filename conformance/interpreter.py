@@ -1,4 +1,4 @@
-"""What Triton's interpreter needs to be right; no tests."""
+"""Corrections of Triton's interpreter; no tests."""
 
 from typing import Any
 

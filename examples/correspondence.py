@@ -127,7 +127,7 @@ def fitted(source, target, features_s, features_t, options):
 
 
 def losses(a, b, features_a, features_b, options):
-    """Of bijectivity, orthogonality and alignment, for the maps of two shapes."""
+    """Compute the losses of bijectivity, orthogonality and alignment, for the maps of two shapes."""
     one = torch.eye(options.k)
     C_ab = fitted(a, b, features_a, features_b, options)
     C_ba = fitted(b, a, features_b, features_a, options)

@@ -20,7 +20,7 @@ NOSE = torch.tensor([1.02, 0.35, 0.0])
 
 
 def normals_at(points):
-    """Of the creature, at points near its surface."""
+    """Compute normals of the creature at points near its surface."""
     points = points.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(creature_distance(points).sum(), points)
     return torch.nn.functional.normalize(gradient, dim=-1)
@@ -40,7 +40,7 @@ def mixture(components, sigma):
 
 
 def voxels(spacing, sigma):
-    """Those that the surface crosses, with masses by their density."""
+    """Return the kernel of the voxels that the surface crosses, their masses by density, and their centers."""
     axes = [torch.arange(low, high, spacing) for low, high in ((-1.1, 1.1), (-0.8, 0.9), (-0.4, 0.4))]
     centers = torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1)
     mask = creature_distance(centers).abs() < 0.6 * spacing

@@ -57,7 +57,7 @@ class DataSet:
         return max(last for _, last in self.kinds)
 
     def held_out(self, parts):
-        """The same data with every one of `parts` training clouds to test with, to choose settings by."""
+        """Return the data with every `parts`-th training cloud held out for tests, to choose settings by."""
         held = range(parts - 1, len(self.train), parts)
         train = [cloud for i, cloud in enumerate(self.train) if i not in held]
         return DataSet(self.name, train, [self.train[i] for i in held], self.kinds, self.rotation)

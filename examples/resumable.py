@@ -20,7 +20,7 @@ BAR = "{desc}: {percentage:5.1f}%|{bar}| {elapsed}, {remaining} left{postfix}"
 
 @dataclass(frozen=True)
 class Budget:
-    """How long to train: a number of steps, or of seconds of the processor."""
+    """Limit of a training: a number of steps, or of seconds of the processor."""
 
     steps: int | None = None
     seconds: float | None = None

@@ -32,7 +32,7 @@ def shapes(points):
 
 
 def random_graphs(sizes):
-    """Each pair of vertices is joined with the probability 0.2."""
+    """Draw graphs whose pairs of vertices are joined with the probability 0.2."""
     generator = torch.Generator().manual_seed(0)
     upper = {n: torch.triu(torch.rand(n, n, generator=generator) < 0.2, 1).float() for n in sizes}
     return {f"N = {n}": (qattn.GraphKernel(a + a.T, eps=1e-6), None) for n, a in upper.items()}

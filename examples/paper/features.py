@@ -113,7 +113,7 @@ def signatures(area, values, vectors):
 
 
 def remains(home, points, missing, generator):
-    """Which points (N,) are left: all; or without a leg, tail or head; or 60 to 90% on one side of a random plane."""
+    """Mask of the points (N,) that are left: all; all but a leg, tail or head; or 60 to 90% on one side of a plane."""
     if missing == "limb":
         part, side = creature_parts(home), home[:, 2] * (-1) ** int(torch.randint(2, (), generator=generator)) > 0
         fore, hind, tail, head, ear = (

@@ -34,7 +34,7 @@ def _file(path):
 
 
 def creature_mesh(cells=72):
-    """Where its distance is 0, by marching through the tetrahedra of a grid."""
+    """Triangulate the surface of the creature, by marching through the tetrahedra of a grid."""
     grid, tetrahedra = cube_tetrahedra(cells)
     grid, tetrahedra = 2.4 * (grid.double() - 0.5), tetrahedra.numpy()
     distance = creature_distance(grid).numpy()

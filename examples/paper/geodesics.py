@@ -105,13 +105,13 @@ def geodesic(metric, source, target, vertices, options):
 
 
 def areas(vertices, faces):
-    """Those of the faces, (*batch, F)."""
+    """Compute the areas of the faces, (*batch, F)."""
     a, b, c = vertices[..., faces, :].unbind(-2)
     return 0.5 * torch.linalg.cross(b - a, c - a).norm(dim=-1)
 
 
 def ellipsoids(points):
-    """What the Gaussians of a stencil make of the unit sphere, one and a half times as large: vertices and faces."""
+    """Map the unit sphere to the ellipsoids of a stencil's Gaussians, enlarged by half: vertices and faces."""
     sphere, faces = sphere_mesh(1)
     means, covariances = from_stencil(points)
     squares, axes = torch.linalg.eigh(covariances)

@@ -27,7 +27,7 @@ SAID = {"input": 1.00, "row": 0.62, "symmetric": 0.75, "spectral": 1.00, "sinkho
 
 
 def adjacency(among_others):
-    """Of the hub and all others, and of the edges that join the other three."""
+    """Make the matrix of edges from the hub to all others, and of further edges among the other three."""
     edges = [(HUB, DIRAC), *((HUB, other) for other in OTHERS), *among_others]
     A = torch.zeros(5, 5, dtype=torch.float64)
     A[tuple(torch.tensor(edges).T)] = 1

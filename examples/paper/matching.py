@@ -140,7 +140,7 @@ def draw(results, pairs, path):
 
 
 def settings(options):
-    """What a result depends on."""
+    """Options that a result depends on."""
     elsewhere = (
         "data",
         "cache",

@@ -90,7 +90,7 @@ def sampled(name, vertices, faces, count, seed, num_places=PLACES):
 
 
 def resampled(shape, count, seed, is_uneven=False):
-    """The same surface with other points, drawn at random by area, or up to 20 times as densely at one of its ends."""
+    """Sample the same surface anew, at random by area, or up to 20 times as densely at one of its ends."""
     drawn, _ = on_surface((shape.vertices, shape.faces), (8 if is_uneven else 1) * count, seed)
     if is_uneven:
         generator = np.random.default_rng(seed)

@@ -53,7 +53,7 @@ def spiral(n, seed):
 
 
 def icosphere(n, seed):
-    """Of about n vertices."""
+    """Make a sphere of about n vertices, with their areas."""
     vertices, faces = sphere_mesh(max(0, round(math.log(n / 10, 4))))
     vertices = torch.nn.functional.normalize(vertices.double(), dim=-1)
     return vertices, qattn.mass.vertex_areas(vertices, faces)

@@ -128,7 +128,7 @@ def main():
     draw(found, options.output)
 
     def faster(says, paper, name, seconds):
-        """How many times as fast as LU and solve; it holds with half of the paper's ratios, or it is only said."""
+        """Compare speeds with LU and solve; a claim holds with half of the paper's ratios, else it is only reported."""
         both = {N: rows for N, rows in found.items() if {EULER, name} <= rows.keys()}
         here = {N: rows[EULER]["run"] / seconds(rows[name]) for N, rows in both.items()}
         shared = [here[N] > paper[N] / 2 for N in paper.keys() & here.keys()]

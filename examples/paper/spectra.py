@@ -65,7 +65,7 @@ def ball(degree):
 
 
 def fractions(mesh, spacing, parts=5):
-    """How much of each voxel is inside, by smaller ones that count half at the surface; and the center of the first."""
+    """Compute the fraction of each voxel inside, by smaller ones (half at the surface), and the center of the first."""
     solid, surface = (voxelize(mesh, spacing / parts) for voxelize in (voxelize_solid, voxelize_surface))
     low = np.rint(solid.origin * parts / spacing).astype(int) + parts // 2  # a multiple of `parts` starts a voxel
     before = low % parts
@@ -124,7 +124,7 @@ def spectra(shape, mesh, kind, options):
 
 
 def deviations(found, values):
-    """Of eigenvalues 2 and up, relative to the first of `values`."""
+    """Compute relative deviations of eigenvalues 2 and up from the first of `values`."""
     reference = next(iter(values.values()))
     return found[1:] / reference[1:] - 1
 
@@ -155,7 +155,7 @@ def draw(axis, mesh, kernel, sites, vector):
 
 
 def claims(found, k):
-    """What the paper says of its eigenvalues, of each (shape, kind) by name."""
+    """List the paper's claims on the eigenvalues of each (shape, kind), by name."""
     clouds = ("points", "Gaussians", "voxels")
     medians = {
         name: [
