@@ -88,7 +88,7 @@ class Term:
 
 @dataclass
 class Problem:
-    """What a seed draws."""
+    """A problem drawn from a seed."""
 
     seed: int
     check: str
@@ -626,7 +626,7 @@ def signal_dtype(p: Problem) -> torch.dtype:
 
 
 def signal_eps(p: Problem) -> float:
-    """What rounding of the signal may cost, in the largest of its values."""
+    """Error that rounding of the signal may cause, relative to the largest of its values."""
     return SIXTEEN.get(signal_dtype(p), 4 * torch.finfo(signal_dtype(p)).eps)
 
 
@@ -675,7 +675,7 @@ def compare(p: Problem, what: str, found: Any, expected: Tensor, allowed: Tensor
 
 
 def allowed_values(p: Problem, rows: Tensor, v: Tensor, error: Tensor) -> Tensor:
-    """What values may be off by: (*batch, N, C), for row sums (*batch, N), a signal and the rounding of rows."""
+    """Bound of the errors of values (*batch, N, C), for row sums (*batch, N), a signal and the rounding of rows."""
     center = v.mean(dim=-2, keepdim=True)
     spread = (v - center).abs().amax((-1, -2), keepdim=True)  # channels share transforms, and their errors
     center = center.abs().amax(-1, keepdim=True)
@@ -685,7 +685,7 @@ def allowed_values(p: Problem, rows: Tensor, v: Tensor, error: Tensor) -> Tensor
 
 
 def least(p: Problem) -> float:
-    """What numbers below the range of a float, which become 0 or lose digits, may be off by."""
+    """Bound of the errors of numbers below the range of a float, which become 0 or lose digits."""
     return 2 * max(torch.finfo(x).smallest_normal for x in (p.dtype, signal_dtype(p)))
 
 

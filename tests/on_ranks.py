@@ -41,7 +41,7 @@ def cloud(N=230, seed=0):
 
 
 def refusal(function):
-    """What is said of wrong input."""
+    """Return the message for wrong input."""
     try:
         function()
     except ValueError as error:
@@ -50,7 +50,7 @@ def refusal(function):
 
 
 def shares(N):
-    """Which points are this rank's: compact shards, uneven ones, and all points on one rank."""
+    """Yield indices of the points of this rank: compact shards, uneven ones, and all points on one rank."""
     rank, size = dist.get_rank(), dist.get_world_size()
     yield shard(cloud(N)[0])
     cuts = [N * r**2 // size**2 for r in range(size + 1)]

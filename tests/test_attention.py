@@ -44,7 +44,7 @@ def test_flex_agrees_with_dense_float64(case):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_public_sdpa_with_a_sink_agrees_with_dense_float64(case):
-    """What devices without an lse use, run on the CPU."""
+    """The path of devices without an lse, run on the CPU."""
     tensors = make(case, torch.float32)
     batch = torch.Size((math.prod(case.batch),))
     flat = {n: None if t is None else t.reshape(*batch, *t.shape[len(case.batch) :]) for n, t in tensors.items()}

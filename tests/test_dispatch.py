@@ -1,4 +1,4 @@
-"""Who serves, and what is said when nobody does."""
+"""The selection of a backend, and the message if none takes the inputs."""
 
 import sys
 import types
@@ -122,7 +122,7 @@ def test_reasons_of_the_gpu_backends(gpu):
 
 @pytest.mark.parametrize(("name", "is_taken"), [("gfx942:sramecc+:xnack-", True), ("gfx1030", False)])
 def test_gpus_of_amd(gpu, monkeypatch, name, is_taken):
-    """Those for which the kernels were compiled."""
+    """Only GPUs for which the kernels were compiled are taken."""
     monkeypatch.setattr(torch.version, "hip", "7.0")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(gcnArchName=name))
     gpu(capability=(9, 4))

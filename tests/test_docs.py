@@ -1,4 +1,4 @@
-"""What the pages show runs: the blocks of Python of each, one after the other, and the commands, on files as named."""
+"""Pages run as shown: the blocks of Python of each, one after the other, and the commands, on files as named."""
 
 import re
 import shlex

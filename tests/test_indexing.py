@@ -88,7 +88,7 @@ def test_iteration_ends():
 
 
 def test_items_have_all_that_operators_have():
-    """What takes one operator, and what is refined or warmed up by it."""
+    """Functions that take one operator, refinement, and warm starts."""
     points = torch.randn(2, 50, 3, dtype=DOUBLE)
     q, one = diffusion(points, [0.4, 0.8], tol=1e-10), diffusion(points[1], 0.8, tol=1e-10)
     item = q[1, 1]
@@ -105,7 +105,7 @@ def test_items_have_all_that_operators_have():
 
 @pytest.mark.parametrize("method", ["exact", "tiles", slow("fourier")])
 def test_gradients_flow_through_an_item(method):
-    """Of both orders, by points, σ and masses: those of the item of a product."""
+    """Both orders, by points, σ and masses, are those of the item of a product."""
     tensors = [torch.randn(2, 30, 2, dtype=DOUBLE), torch.tensor([0.5, 0.8], dtype=DOUBLE), torch.rand(30) + 0.5]
     signal, results = torch.randn(30, 2, dtype=DOUBLE), []
     for early in (True, False):

@@ -141,7 +141,7 @@ def test_the_backend_is_handed_on():
 
 
 def test_batches_without_keys_cost_no_pairs():
-    """What lets a solver drop the items that are done: native skips them, and the answer says so."""
+    """Solvers can drop items that are done: native skips them, and the result shows it."""
     points = torch.randn(3, 50, 3)
     bias = torch.zeros(3, 50)
     bias[1] = -torch.inf

@@ -256,7 +256,7 @@ def test_two_threads(case):
 
 
 def test_error(case):
-    """What `error` says of a few rows is not below a tenth of the truth on all of them."""
+    """On a few rows, `error` returns at least a tenth of the true error on all of them."""
     kernel = case.make(**tensors_of(case, SINGLE))
     bias = 4 * torch.randn(case.size, dtype=DOUBLE)
     found = kernel.attend(bias.float()).lse.double()

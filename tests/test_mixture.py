@@ -214,7 +214,7 @@ def test_most_tiles_of_a_large_mixture_are_left_out():
 
 
 def test_points_far_from_a_mixture():
-    """Where every weight underflows but for its own scale."""
+    """Every weight underflows there, unless a row has a scale of its own."""
     means, spread = ball(100), covariances("full", 100, 3, 0.01)
     points = torch.cat([ball(5), 40 * sphere(5), 4000 * sphere(5)])
     kernel = MixtureKernel(means, spread, 0.1).at(points)
@@ -410,7 +410,7 @@ def test_needles_in_float32(method, sigma):
 
 @pytest.mark.parametrize("method", ["exact", "tiles"])
 def test_gradients_of_needles_in_float32(method):
-    """Those of the dense float64 kernel, relative to the largest of each: cancellation is not seen."""
+    """They are those of the dense float64 kernel, relative to the largest of each: nothing cancels visibly."""
     means, covariances = needles(60, torch.float32)
     sigma, value, weight = torch.tensor(0.55), torch.randn(60, 2), torch.randn(60, 2)
 

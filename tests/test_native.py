@@ -1,4 +1,4 @@
-"""What is particular to the compiled loop: threads, forks, its cache."""
+"""Properties of the compiled loop alone: threads, forks, its cache."""
 
 import math
 import multiprocessing

@@ -702,7 +702,7 @@ def test_wrong_clouds(call, message):
 
 
 def test_float64_features_under_autocast():
-    """Which casts float32 only."""
+    """Autocast casts float32 only."""
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ValueError, match="`features` should be float32"):
         QDiffNet(3, 2, **SMALL)(torch.rand(9, 3).double(), torch.rand(9, 3))
 

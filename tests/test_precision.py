@@ -1,4 +1,4 @@
-"""Where rounding bites: far from the origin, in 16 bits, with light points, padding and signals that have a mean."""
+"""Cases where rounding matters: far from the origin, in 16 bits, light points, padding, and signals with a mean."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""When to compile a loop: after torch has computed in its place for as long as the compiler takes.
+"""The time to compile a loop: after torch has computed in its place for as long as the compiler takes.
 
 On a new machine, torch finishes a few clouds before a compiler would. However many follow, the total time is at most
 twice the best possible, in which that number is known in advance. If another method is used because a loop is not
