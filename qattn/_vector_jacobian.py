@@ -28,8 +28,12 @@ def vector_jacobian(
         aliases = [x.view_as(x) if x is not None and x.requires_grad else x for x in inputs]
         results = function(*aliases)
         results = results if isinstance(results, tuple) else (results,)
+        cotangents = cotangents if isinstance(cotangents, tuple) else (cotangents,)
         leaves = [alias for alias in aliases if alias is not None and alias.requires_grad]
-        if not leaves or not any(result.requires_grad for result in results):
+        # Results may depend on some of the inputs only, none of which requires a gradient.
+        pairs = [(y, g) for y, g in zip(results, cotangents, strict=True) if y.requires_grad]
+        if not leaves or not pairs:
             return [None] * len(inputs)
-        grads = iter(torch.autograd.grad(results, leaves, cotangents, create_graph=is_recorded, allow_unused=True))
+        outputs, grad_outputs = zip(*pairs, strict=True)
+        grads = iter(torch.autograd.grad(outputs, leaves, grad_outputs, create_graph=is_recorded, allow_unused=True))
     return [next(grads) if alias is not None and alias.requires_grad else None for alias in aliases]

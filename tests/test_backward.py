@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 import torch
-from cases import ball
+from cases import ball, slow
 
-from qattn import GaussianKernel, attend
+from qattn import GaussianKernel, MixtureKernel, attend
 
 NAMES = ("query", "key", "value", "bias")
 TOLERANCES = {torch.float32: 2e-5, torch.float64: 1e-12}
@@ -43,6 +43,46 @@ def test_fused_equals_composed(backend, D, dtype):
             for name, a, b in zip(needs, fused, composed, strict=True):
                 gap, size = (a - b.detach()).abs().max(), b.detach().abs().max()
                 assert gap <= TOLERANCES[dtype] * size, (name, needs)
+
+
+def gaussian(method):
+    return lambda points, sigma: GaussianKernel(points, sigma, method=method, tol=1e-9)
+
+
+def mixture(points, sigma):
+    covariances = 0.02 * torch.eye(3).to(points) + 0.1 * points[:, :, None] * points[:, None, :]
+    return MixtureKernel(points, covariances, sigma, tol=1e-9)
+
+
+KERNELS = {"exact": gaussian("exact"), "tiles": gaussian("tiles"), "mixture": mixture}
+KERNEL_TENSORS = ("points", "sigma", "bias", "value")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, slow(torch.bfloat16)])
+@pytest.mark.parametrize("name", KERNELS)
+def test_fused_equals_composed_in_kernels(name, dtype):
+    """For every mask of needed gradients, by σ too, and for values of 16 bits beside points of 32."""
+    precision = torch.promote_types(dtype, torch.float32)
+    points, bias = ball(150).to(precision), torch.randn(150, dtype=precision)
+    bias[:3] = -torch.inf
+    tensors = points, torch.tensor(0.3, dtype=precision), bias, torch.randn(150, 4).to(dtype)
+    grads = torch.randn(150, 4).to(dtype), torch.randn(150, dtype=precision)
+
+    def gradients(needs, create_graph):
+        leaves = [x.clone().requires_grad_(n in needs) for n, x in zip(KERNEL_TENSORS, tensors, strict=True)]
+        points, sigma, bias, value = leaves
+        out, lse = KERNELS[name](points, sigma).attend(bias, value)
+        results = out, lse.where(lse > -torch.inf, 0)
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        loss = sum((result * grad).sum() for result, grad in zip(results, grads, strict=True) if result.requires_grad)
+        return torch.autograd.grad(loss, wanted, create_graph=create_graph)
+
+    tolerance = {torch.float64: 1e-7, torch.float32: 1e-4, torch.bfloat16: 1e-2}[dtype]
+    for count in range(1, 5):
+        for needs in itertools.combinations(KERNEL_TENSORS, count):
+            for which, a, b in zip(needs, gradients(needs, False), gradients(needs, True), strict=True):
+                gap, size = (a - b.detach()).abs().max(), b.detach().abs().max()
+                assert gap <= tolerance * size, (which, needs, gap / size)
 
 
 @pytest.mark.parametrize("method", ["exact", "tiles"])
