@@ -11,8 +11,10 @@ from fake_cuda import Recorder, Synchronizations, allow_fake_cuda_tensors, fake_
 from torch.overrides import TorchFunctionMode
 
 import qattn
+from qattn import GaussianKernel
 from qattn.attention import tensor_cores
 from qattn.kernels.gaussian import prepared
+from qattn.operators.potential_gradient import solve
 from qattn.tiles import device
 
 
@@ -52,20 +54,53 @@ class Reads(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+def kernel_and_mass(is_padded):
+    mass = torch.ones(50)
+    if is_padded:
+        mass[-5:] = 0
+    return qattn.GaussianKernel(torch.rand(50, 3), 0.3, method="exact", backend="reference"), mass
+
+
 @pytest.mark.parametrize("is_padded", [False, True])
-def test_points_without_mass_add_one_wait_to_a_pass(is_padded):
-    """Their rows are computed apart if they are far away, which is asked in each pass."""
+def test_a_sinkhorn_pass_reads_once_with_points_without_mass_too(is_padded):
+    """Their rows are computed apart if they are far away, which only the last pass asks."""
 
     def reads(max_iter):
-        mass = torch.ones(50)
-        if is_padded:
-            mass[-5:] = 0
-        kernel = qattn.GaussianKernel(torch.rand(50, 3), 0.3, method="exact", backend="reference")
+        kernel, mass = kernel_and_mass(is_padded)
         with Reads() as counter:
             qattn.diffusion(kernel, mass=mass, tol=0, solver=qattn.Solver(max_iter=max_iter))
         return counter.count
 
-    assert reads(11) - reads(3) == 8 * (1 + is_padded)
+    assert reads(11) - reads(3) == 8
+
+
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_a_step_of_the_adjoint_reads_its_residual_alone(is_padded, monkeypatch):
+    """On a CPU, each product also asks whether any point is absent, to save a copy of the values."""
+    kernel, mass = kernel_and_mass(is_padded)
+    products, attend = [], GaussianKernel.attend
+    monkeypatch.setattr(
+        GaussianKernel, "attend", lambda self, *args, **options: products.append(1) or attend(self, *args, **options)
+    )
+
+    def steps_and_reads(tol):
+        q = qattn.diffusion(kernel, mass=mass, tol=1e-6)
+        products.clear()
+        with Reads() as counter:
+            solve(kernel, q.potential, q.bias - q.potential, mass, kernel.tensors, is_transposed=True, tol=tol)
+        return len(products), counter.count
+
+    few, many = steps_and_reads(1e-1), steps_and_reads(1e-5)
+    assert many[0] > few[0] + 2
+    assert many[1] - few[1] == 2 * (many[0] - few[0])
+
+
+def test_a_product_of_an_operator_with_masses_everywhere_reads_nothing_of_its_results():
+    kernel, mass = kernel_and_mass(is_padded=False)
+    q, value = qattn.diffusion(kernel, mass=mass), torch.randn(50, 3)
+    with Reads() as counter:
+        q.apply(value)
+    assert counter.count == 1  # on a CPU, whether any point is absent
 
 
 def launches_and_waits(monkeypatch, method, max_iter, channels):

@@ -33,7 +33,7 @@ from qattn.kernels.base import at_points, fits_memory
 from qattn.kernels.of_points import as_kernel
 from qattn.mass import mass_of
 from qattn.operators import scaling
-from qattn.operators.scaling import log_of_mass, shares
+from qattn.operators.scaling import has_massless, log_of_mass, shares
 from qattn.operators.sinkhorn import SinkhornResult, Solver, checked_potential, solve_potential
 from qattn.ranks import kind_of_rows
 
@@ -142,6 +142,7 @@ class Diffusion(_Operator):
     _result: SinkhornResult
     _is_numpy: bool
     _keeps_constants: bool
+    _has_massless: bool
 
     def __repr__(self) -> str:
         error = float(self._result.marginal_error.amax())
@@ -175,7 +176,8 @@ class Diffusion(_Operator):
         return torch.exp(self.bias - self._left)
 
     def apply(self, signal: Tensor) -> Tensor:
-        return scaling.apply(self.kernel, self._left, self.bias, signal, keeps_constants=self._keeps_constants)
+        options = {"keeps_constants": self._keeps_constants, "all_rows": self._has_massless}
+        return scaling.apply(self.kernel, self._left, self.bias, signal, **options)
 
     def apply_transpose(self, signal: Tensor) -> Tensor:
         return scaling.apply_transpose(self.kernel, self._left, self.bias, signal)
@@ -321,7 +323,7 @@ class Diffusion(_Operator):
         f = f - constant
         x = torch.where(has_mass, x, 0).expand(*f.shape[:-1], -1)
         moments = (f[..., None] * x[..., None, :]).flatten(-2)  # (*batch, N, C d)
-        mean, lse = kernel.attend(bias, torch.cat([f, moments, x], dim=-1))
+        mean, lse = kernel.attend(bias, torch.cat([f, moments, x], dim=-1), all_rows=self._has_massless)
         assert mean is not None
         C, d = f.shape[-1], x.shape[-1]
         mean_f, mean_fx, mean_x = mean.split([C, C * d, d], dim=-1)
@@ -371,7 +373,8 @@ class Diffusion(_Operator):
         # Each pass divides the error by about five, except the first, which measures it.
         error = max(float(self._result.marginal_error.amax()), tol)
         num_passes = min(max_iter, 2 + math.ceil(math.log(error / tol) / math.log(5)))
-        result, _ = solve_potential(self.kernel, self._mass, 0.0, Solver(num_passes), self._left, None)
+        arguments = self.kernel, self._mass, self._has_massless, 0.0, Solver(num_passes), self._left, None
+        result, _ = solve_potential(*arguments)
         if not (result.marginal_error <= self._result.marginal_error).all():  # the kernel is indefinite
             return self
         return replace(self, _left=result.potential, _right=result.potential, _result=result)
@@ -534,19 +537,20 @@ def _made(
     k.ranks.agree("diffusion", k.device, shared | {"Whether there is a `signal`": signal is not None})
     _checks.one_of("normalization", normalization, ("sinkhorn", "row", "symmetric", "none"))
     m = mass_of(mass, k)
+    some_massless = has_massless(m, k.ranks)
     start = None if init is None else checked_potential(init, k)
     value = None if signal is None else _checks.signal(signal, k.shape, k.device, k.ranks)
     value = value[:, None] if value is not None and value.ndim == 1 else value
     is_numpy = not isinstance(points_or_kernel, (Kernel, Tensor))
     if normalization == "sinkhorn":
-        result, out = solve_potential(k, m, tol, solver, start, value)
+        result, out = solve_potential(k, m, some_massless, tol, solver, start, value)
         left = right = result.potential
         # With a detached potential, the derivative of the row sums is not 0.
         keeps_constants = solver.adjoint != "detach"
     else:
         left, right, result, out = _in_one_step(k, m, normalization, value)
         keeps_constants = normalization == "row"
-    return Diffusion(k, m, left, right, normalization, result, is_numpy, keeps_constants), out
+    return Diffusion(k, m, left, right, normalization, result, is_numpy, keeps_constants, some_massless), out
 
 
 def _in_one_step(
@@ -565,7 +569,7 @@ def _in_one_step(
         left, right = (left, zero) if normalization == "row" else (0.5 * left, 0.5 * left)
     bias, out, sums = right + log_of_mass(mass), None, torch.ones_like(left)
     if value is not None:
-        out, sums = scaling.apply_and_sum(kernel, left, bias, value, normalization == "row")
+        out, sums = scaling.apply_and_sum(kernel, left, bias, value, normalization == "row", all_rows=True)
     elif normalization != "row":
         with torch.no_grad():
             sums = torch.exp(left + kernel.attend(bias).lse)

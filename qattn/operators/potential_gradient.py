@@ -71,9 +71,10 @@ def solve(
 
 
 def _product(kernel: Kernel, f: Tensor, log_mass: Tensor, x: Tensor, is_transposed: bool) -> Tensor:
-    """Compute Qx, or Qᵀx, for x (*batch, N)."""
-    multiply = apply_transpose if is_transposed else apply
-    return multiply(kernel, f, f + log_mass, x[..., None])[..., 0]
+    """Compute Qx, or Qᵀx, for x (*batch, N), to an accuracy relative to the largest entry."""
+    if is_transposed:
+        return apply_transpose(kernel, f, f + log_mass, x[..., None], all_rows=False)[..., 0]
+    return apply(kernel, f, f + log_mass, x[..., None])[..., 0]
 
 
 class _Potential(torch.autograd.Function):

@@ -23,7 +23,7 @@ from qattn._warning import warn_caller
 from qattn.kernels.base import Kernel
 from qattn.mass import mass_of
 from qattn.operators.potential_gradient import Chebyshev, implicit_potential
-from qattn.operators.scaling import apply, log_of_mass, needs_gradient, shares
+from qattn.operators.scaling import apply, has_massless, log_of_mass, needs_gradient, shares
 from qattn.ranks import kind_of_rows
 
 __all__ = ["SinkhornResult", "Solver", "checked_potential", "sinkhorn", "solve_potential"]
@@ -120,7 +120,7 @@ def sinkhorn(
     _checks.not_negative("tol", tol)
     start = None if init is None else checked_potential(init, kernel)
     mass = mass_of(mass, kernel)
-    return solve_potential(kernel, mass, tol, solver, start, None)[0]
+    return solve_potential(kernel, mass, has_massless(mass, kernel.ranks), tol, solver, start, None)[0]
 
 
 def checked_potential(numbers: ArrayLike, kernel: Kernel) -> Tensor:
@@ -136,20 +136,26 @@ def checked_potential(numbers: ArrayLike, kernel: Kernel) -> Tensor:
 
 
 def solve_potential(
-    kernel: Kernel, mass: Tensor, tol: float, solver: Solver, start: Tensor | None, value: Tensor | None
+    kernel: Kernel,
+    mass: Tensor,
+    some_massless: bool,
+    tol: float,
+    solver: Solver,
+    start: Tensor | None,
+    value: Tensor | None,
 ) -> tuple[SinkhornResult, Tensor | None]:
     """Solve as `sinkhorn` does, without checks, and apply Q to values (*batch, N, C), if any.
 
-    Q is applied in the last pass of the iteration, unless a gradient is required.
+    `some_massless` says whether any mass is 0. Q is applied in the last pass of the iteration, unless a gradient is
+    required.
     """
     log_mass = log_of_mass(mass)
-    has_massless = bool(kernel.ranks.largest((mass == 0).to(mass.dtype)).any())
-    if value is not None and has_massless:  # where values may be NaN
+    if value is not None and some_massless:  # where values may be NaN
         value = torch.where((mass == 0)[..., None], 0, value)
     has_gradient = needs_gradient(kernel, mass, *(() if value is None else (value,)))
     with torch.set_grad_enabled(torch.is_grad_enabled() and solver.adjoint == "unroll"):
         result, out = _iterate(
-            kernel, mass, log_mass, has_massless, start, tol, solver, None if has_gradient else value
+            kernel, mass, log_mass, some_massless, start, tol, solver, None if has_gradient else value
         )
     if tol > 0 and not result.converged.all():
         worst = float(result.marginal_error[~result.converged].amax())
@@ -163,7 +169,7 @@ def solve_potential(
         result = SinkhornResult(f, result.marginal_error, result.num_iter, result.converged, result.history)
     if value is not None and out is None:
         keeps_constants = solver.adjoint != "detach"  # a detached potential does not follow the kernel
-        out = apply(kernel, f, f + log_mass, value, keeps_constants=keeps_constants)
+        out = apply(kernel, f, f + log_mass, value, keeps_constants=keeps_constants, all_rows=some_massless)
     return result, out
 
 
@@ -171,7 +177,7 @@ def _iterate(
     kernel: Kernel,
     mass: Tensor,
     log_mass: Tensor,
-    has_massless: bool,
+    some_massless: bool,
     start: Tensor | None,
     tol: float,
     solver: Solver,
@@ -179,8 +185,9 @@ def _iterate(
 ) -> tuple[SinkhornResult, Tensor | None]:
     """Iterate until each item of the batch has converged; also return Q applied to values, if the last pass did it.
 
-    Decisions are made on the host, from the errors of the items. On a GPU, a pass waits only for these, and for the
-    rows of points without mass if the kernel computes them separately.
+    Decisions are made on the host, from the errors of the items, and a GPU is waited for nowhere else. The potential
+    of points without mass influences no other: it is −lse in the last pass of an item, whose rows must all be right.
+    If that pass was not foreseen to be the last, it takes one more.
     """
     share = shares(mass.detach(), kernel.ranks)
     min_iter = _MIN_UNROLLED if torch.is_grad_enabled() and needs_gradient(kernel, log_mass) else 1
@@ -190,19 +197,23 @@ def _iterate(
     error, passes = np.full(batch, np.inf), np.zeros(batch, np.int64)
     is_active, is_plain = np.ones(batch, bool), np.full(batch, solver.iteration == "plain")
     errors: list[np.ndarray] = []
-    out, is_last = None, False
+    are_rows_right, out = np.zeros(batch, bool), None
     with Progress("Sinkhorn") as progress:
         for count in range(1, solver.max_iter + 1):
-            is_last = is_last or count == solver.max_iter
+            is_ending = is_active & ~(error * _GAIN > tol)  # items that are expected to converge in this pass
+            is_last = count == solver.max_iter or bool((is_ending == is_active).all())
+            all_rows = some_massless and (is_last or bool(is_ending.any()))
             active = None if is_active.all() else torch.as_tensor(is_active, device=f.device)[..., None]
             bias = f + log_mass
             if active is not None:  # items that have converged get no keys, which backends can skip
                 bias = torch.where(active, bias, -torch.inf)
-            mean, lse = kernel.attend(bias, value if is_last else None, all_rows=has_massless)
+            mean, lse = kernel.attend(bias, value if is_last else None, all_rows=all_rows)
+            are_rows_right = np.where(is_active, all_rows, are_rows_right)
             # Rows that no mass reaches, such as padding in a graph, have no potential, and are left unchanged.
             log_sums = torch.nan_to_num(f + lse, nan=torch.nan, posinf=torch.inf, neginf=0.0)
-            if has_massless:  # the potential of points without mass follows from that of the others
+            if some_massless:
                 log_sums = torch.where(has_no_mass, 0, log_sums)
+            if all_rows:
                 f = torch.where(has_no_mass & (lse > -torch.inf), -lse, f)
             excess = torch.expm1(log_sums.detach()).abs_().mul_(share)
             new = np.array(kernel.ranks.total(excess).tolist()).reshape(batch)
@@ -218,13 +229,15 @@ def _iterate(
             if not is_active.any() or count == solver.max_iter:
                 break
             out = None  # it belongs to another potential
-            is_last = not (is_active & (error * _GAIN > tol)).any()
             move = -0.5 * log_sums if start is None and count == 1 else step(-log_sums)
             if is_plain.any():
                 move = torch.where(torch.as_tensor(is_plain, device=f.device)[..., None], -0.5 * log_sums, move)
             if not is_active.all():
                 move = torch.where(torch.as_tensor(is_active, device=f.device)[..., None], move, 0)
             f = f + move
+    if some_massless and not are_rows_right.all():
+        lse = kernel.attend(f + log_mass).lse
+        f = torch.where(has_no_mass & (lse > -torch.inf), -lse, f)
     numbers = [torch.as_tensor(x, dtype=f.dtype, device=f.device) for x in errors]
     converged, counts = (torch.as_tensor(x, device=f.device) for x in (error <= tol, passes))
     return SinkhornResult(f, numbers[-1], counts, converged, tuple(numbers)), out
