@@ -9,7 +9,9 @@ from qattn import GaussianKernel, attend, diffusion
 from qattn.attention import flash_attn
 from qattn.attention.dispatch import BACKENDS
 from qattn.attention.native import Native
+from qattn.nn import QDiffusion
 from qattn.operators.potential_gradient import solve
+from qattn.shapes import sphere
 
 CPU = ["native", "sdpa", "reference"]
 
@@ -151,17 +153,23 @@ def test_derivatives_by_the_bandwidth_alone(method, channels):
         )  # fmt: skip
 
 
-def test_passes_of_a_backward(monkeypatch):
-    """Values alone take one attend from keys to queries. Everything together takes one pass over pairs."""
-    passes = []
+@pytest.fixture
+def passes(monkeypatch):
+    """Passes over pairs in order: the number of channels of an attend, or "pair sums"."""
+    found: list[object] = []
     attend, pair_sums = Native.attend, Native.pair_sums
 
     def sums(self, *args, **options):
-        passes.append("pair sums")
+        found.append("pair sums")
         return pair_sums(self, *args, **options)
 
-    monkeypatch.setattr(Native, "attend", lambda self, inputs: passes.append(inputs.channels) or attend(self, inputs))
+    monkeypatch.setattr(Native, "attend", lambda self, inputs: found.append(inputs.channels) or attend(self, inputs))
     monkeypatch.setattr(Native, "pair_sums", sums)
+    return found
+
+
+def test_passes_of_a_backward(passes):
+    """Values alone take one attend from keys to queries. Everything together takes one pass over pairs."""
     points, sigma, value = torch.rand(50, 3), torch.tensor(0.3), torch.randn(50, 8).requires_grad_()
     for by_sigma, by_points, expected in (
         (False, False, [8, 8]),
@@ -172,6 +180,20 @@ def test_passes_of_a_backward(monkeypatch):
         kernel = GaussianKernel(points.clone().requires_grad_(by_points), sigma.clone().requires_grad_(by_sigma))
         kernel.attend(torch.zeros(50), value).out.square().sum().backward()
         assert passes == expected
+
+
+def test_passes_of_a_training_step(passes):
+    """Fused sums for the product and for the potential; between them, products of one channel and one lse."""
+    layer, points = QDiffusion(4, sigma_range=(0.2, 1.0)), sphere(300)
+    out = layer(torch.randn(4, 300, 8).requires_grad_(), points)
+    assert passes[-1] == 8
+    assert set(passes[:-1]) == {0}
+    passes.clear()
+    out.square().mean().backward()
+    assert passes[0] == passes[-1] == "pair sums"
+    assert passes[-2] == 0
+    assert set(passes[1:-2]) == {1}
+    assert len(passes) <= 10
 
 
 @pytest.mark.parametrize("is_transposed", [False, True])

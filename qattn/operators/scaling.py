@@ -80,9 +80,7 @@ def needs_gradient(kernel: Kernel, *tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*tensors, *kernel.tensors))
 
 
-def apply_transpose(
-    kernel: Kernel, left: Tensor, right: Tensor, value: Tensor, *, all_rows: bool = True
-) -> Tensor:
+def apply_transpose(kernel: Kernel, left: Tensor, right: Tensor, value: Tensor, *, all_rows: bool = True) -> Tensor:
     """Apply the transpose diag(e^right) K diag(e^left) to values (*batch, N, C).
 
     The weights contain the sizes of the values, so that the cut-off accounts for large values at points of small mass.
