@@ -102,7 +102,7 @@ def main():
     report(
         (
             "‖Q_m − Q_ms‖ is linear in s",
-            f"{slope:.2f} s explains {1 - unexplained:.2%} of it, up to s = {float(levels[-1]):.0%}",
+            f"{slope:.2f} × s explains {1 - unexplained:.2%} of it, up to s = {float(levels[-1]):.0%}",
             unexplained < 0.02,
         ),
         ("errors of Λ are half those of the masses at most", f"{spread}; most {largest:.4f}", largest < 0.5 + 1e-3),
