@@ -24,7 +24,7 @@ from qattn.viewer.worker import Worker
 __all__ = ["Viewer", "exported_page"]
 
 _SIZE = 2.0  # of a shape in the scene
-_GAP = 1.2  # shapes side by side, in sizes
+_GAP = 1.0  # shapes side by side, in sizes
 _POINT = 2.0  # size of a point in spacings, with which random points cover a surface
 _BACKGROUND = 60, 64, 72  # darker than any color of a picture, of which many are white
 _EYE = np.array([0.5, -1.0, 0.4])  # direction to look from, with z up, as viser has it
@@ -274,8 +274,9 @@ class _Page:
                 viser.uplot.Series(label="mode"),
                 viser.uplot.Series(label="frequency", stroke="#d84315", width=2),
             )
+            space = (12, 24, 0, 0)  # above and to the right, for the last labels
             self._plot = self._client.gui.add_uplot(
-                (x, picture.curve), series, title="Frequencies", scales={"x": {"time": False}}, aspect=1.4
+                (x, picture.curve), series, scales={"x": {"time": False}}, aspect=1.6, padding=space
             )
         self._bar.visible = False
 
@@ -321,7 +322,7 @@ class _Scene:
     @property
     def _away(self) -> float:
         """Distance from which all shapes are visible, relative to that for one of them."""
-        return 1.0 if self._model.other is None else 2.0
+        return 1.0 if self._model.other is None else 1.8
 
     def ray(self, origin: np.ndarray, direction: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Convert a ray in the scene to the coordinates of the shape."""
