@@ -4,8 +4,10 @@ A notebook is a Python file with cells between `# %%`, which Jupyter opens by Ju
 """
 
 import base64
+import logging
 import os
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,8 @@ from mkdocs.structure.files import File, Files
 from nbclient import NotebookClient
 from traitlets.config import Config
 
-_SECONDS = 600  # that a cell may take on a busy machine; two quiet cores need less than 60 for all of a notebook
+_SECONDS = 600  # that a cell may take on a busy machine
+_log = logging.getLogger("mkdocs.hooks.executed")
 
 
 def on_files(files: Files, config: MkDocsConfig, **_: Any) -> Files:
@@ -24,13 +27,15 @@ def on_files(files: Files, config: MkDocsConfig, **_: Any) -> Files:
     root = Path(config.docs_dir)
     os.environ["PYDEVD_DISABLE_FILE_VALIDATION"] = "1"  # else the debugger of the kernel prints a warning
     for source in sorted((root / "notebooks").glob("*.py")):
-        notebook = jupytext.read(source)
+        notebook, start = jupytext.read(source), time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:  # for what cells write
             sockets = {"transport": "ipc", "ip": f"{folder}/kernel"}  # files, which others cannot listen to
             options = {"timeout": _SECONDS, "coalesce_streams": True, "resources": {"metadata": {"path": folder}}}
             NotebookClient(notebook, config=Config({"KernelManager": sockets}), **options).execute()
+        seconds = time.perf_counter() - start
+        _log.info(f"notebook {source.stem}: {seconds:.0f} s")
         text, pictures = page(notebook, source.stem)
-        link = f"[This notebook]({source.stem}.ipynb), with its outputs."
+        link = f"[This notebook]({source.stem}.ipynb), with its outputs, which took {seconds:.0f} s."
         files.append(File.generated(config, f"notebooks/{source.stem}.md", content=f"{text}\n\n{link}\n"))
         files.append(File.generated(config, f"notebooks/{source.stem}.ipynb", content=nbformat.writes(notebook)))
         for name, picture in pictures.items():

@@ -26,7 +26,7 @@ _TOKEN = re.compile(
 )
 _SUB = r"_(?:\{[^}]*\}|[^\W_]{1,2}(?!\w)|[^\W_](?=\^))"
 _SUP = r"\^(?:\{[^}]*\}|[^\W_](?![\w.]))"
-_INLINE = re.compile(rf"(?<![\w/.^])(?:out|lse|{_LETTER})(?:{_SUB}(?:{_SUP})?|{_SUP})")
+_INLINE = re.compile(rf"(?<![\w/.^])(?:out|lse|{_LETTER})(?:{_SUB}(?:{_SUP})?|{_SUP})|[)‖]{_SUP}")
 _TEXT = re.compile(
     r"(<(?:pre|code|math|script|style|svg)\b.*?</(?:pre|code|math|script|style|svg)>|<[^>]*>)", re.DOTALL
 )
@@ -100,6 +100,8 @@ def _atom(kind: str, token: str, before: list[Atom]) -> Atom:
 def _scripted(base: Atom, kind: str, token: str) -> Atom:
     """Put a script to the right of an atom, or below a large operator."""
     name, element = base
+    if token == "'":  # which stands high by itself
+        return name, f'<msup>{element}<mo class="prime">′</mo></msup>'
     if kind == "raised":
         raised = "".join(_RAISED[character] for character in token)
         script = row(raised).replace("<mi>T", '<mi mathvariant="normal">T')

@@ -38,7 +38,7 @@ def on_files(files: Files, config: MkDocsConfig, **_: Any) -> Files:
     gallery = (Path(config.docs_dir) / "gallery.md").read_text(encoding="utf-8")
     for path in sorted(set(_CODE.findall(gallery))):
         code = (root / path).read_text(encoding="utf-8").rstrip()
-        text = f"---\nsearch: {{ exclude: true }}\n---\n\n# {path}\n\n```python\n{code}\n```\n"
+        text = f"---\nhide: [toc]\nsearch: {{ exclude: true }}\n---\n\n# {path}\n\n```python\n{code}\n```\n"
         files.append(File.generated(config, f"code/{path}.md", content=text, inclusion=InclusionLevel.NOT_IN_NAV))
     return files
 

@@ -350,10 +350,13 @@ class _Axes(torch.autograd.Function):
 
 
 def from_stencil(points: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the means (*batch, N, d) and covariances (*batch, N, d, d) of Gaussians from the points of their stencil.
+    """Turn the points of a stencil into a Gaussian mixture again.
 
     Args:
         points: Points of a `stencil`, moved or not, shape (*batch, 2 d N, d).
+
+    Returns:
+        Means of shape (*batch, N, d) and covariances of shape (*batch, N, d, d).
     """
     x = _checks.points("points", points)
     d = x.shape[-1]

@@ -95,7 +95,8 @@ def fit_functional_map(
 
     Examples:
         >>> vectors = torch.tensor([[1.0, 1.0], [1.0, -1.0]])
-        >>> two = Spectrum(torch.tensor([1.0, 0.5]), vectors, torch.zeros(2), torch.tensor([0.5, 0.5]), sigma=0.1)
+        >>> values, weight = torch.tensor([1.0, 0.5]), torch.tensor([0.5, 0.5])
+        >>> two = Spectrum(values, vectors, torch.zeros(2), weight, sigma=0.1)
         >>> bumps = torch.eye(2)
         >>> fit_functional_map(two, two, bumps, bumps.flip(0), weight=0.0).round()
         tensor([[ 1.,  0.],

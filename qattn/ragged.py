@@ -45,7 +45,15 @@ def to_padded(
 
 
 def to_packed(padded: Tensor, present: Tensor) -> Tensor:
-    """Invert `to_padded`: return the rows of `padded` (B, N, …) where `present` (B, N) is True, shape (T, …)."""
+    """Invert `to_padded`.
+
+    Args:
+        padded: Rows of shape (B, N, …), with padding.
+        present: Mask of shape (B, N), False for padding.
+
+    Returns:
+        The rows that are present, one cloud after the other, shape (T, …).
+    """
     return padded[present]
 
 

@@ -129,7 +129,14 @@ def _box(points: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def voxelize_surface(mesh: MeshLike, spacing: float) -> Voxels:
-    """Return the voxels of edge length `spacing` that meet or touch a triangle of the mesh.
+    """Find the voxels that meet or touch a triangle of a mesh.
+
+    Args:
+        mesh: A pair (vertices (N, 3), faces (F, 3)), or a `trimesh.Trimesh`.
+        spacing: Edge length of a voxel.
+
+    Returns:
+        A mask of shape (nx, ny, nz), the center of its first voxel, and the spacing.
 
     Examples:
         >>> voxelize_surface(shapes.sphere_mesh(3), 0.1).mask.shape
@@ -142,7 +149,15 @@ def voxelize_surface(mesh: MeshLike, spacing: float) -> Voxels:
 
 
 def voxelize_solid(mesh: MeshLike, spacing: float) -> Voxels:
-    """Return the voxels of edge length `spacing` that meet a closed mesh or lie inside it."""
+    """Find the voxels that meet a closed mesh or lie inside it.
+
+    Args:
+        mesh: A pair (vertices (N, 3), faces (F, 3)), or a `trimesh.Trimesh`.
+        spacing: Edge length of a voxel.
+
+    Returns:
+        A mask of shape (nx, ny, nz), the center of its first voxel, and the spacing.
+    """
     vertices, faces = vertices_and_faces(mesh)
     _checks.positive("`spacing`", spacing)
     mask, corner = _ClosedMesh(vertices.detach().cpu().double() / spacing, faces.cpu()).solid()

@@ -91,7 +91,14 @@ def _bone_distances(points: Tensor) -> Tensor:
 
 
 def creature_parts(points: Tensor) -> Tensor:
-    """Return the nearest part of the creature for points (*batch, 3), as indices (*batch,) into `CREATURE_PARTS`."""
+    """Find the nearest part of the creature for each point.
+
+    Args:
+        points: Positions of shape (*batch, 3).
+
+    Returns:
+        Indices into `CREATURE_PARTS`, shape (*batch,).
+    """
     parts = torch.tensor([CREATURE_PARTS.index(bone.part) for bone in _BONES], device=points.device)
     return parts[_bone_distances(points).argmin(0)]
 
@@ -134,6 +141,10 @@ def posed(points: Tensor, seed: int, *, bend: float = 0.5, stretch: float = 0.0)
 def creature(num_points: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Sample the surface of a four-legged creature of length 2 uniformly.
 
+    Args:
+        num_points: Number of points.
+        seed: Seed of the random numbers.
+
     Returns:
         Points and unit normals, both of shape (num_points, 3).
     """
@@ -160,7 +171,15 @@ def creature(num_points: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def creature_inside(num_points: int, seed: int = 0) -> Tensor:
-    """Sample the inside of the creature uniformly, shape (num_points, 3)."""
+    """Sample the inside of the creature uniformly.
+
+    Args:
+        num_points: Number of points.
+        seed: Seed of the random numbers.
+
+    Returns:
+        Points of shape (num_points, 3).
+    """
     num_points, generator = _checks.integer("num_points", num_points, 1), torch.Generator().manual_seed(seed)
     parts, count = [], 0
     while count < num_points:
@@ -184,12 +203,31 @@ def _cells_near_surface() -> Tensor:
 
 
 def sphere(num_points: int, num_dims: int = 3, seed: int | None = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Sample the unit sphere uniformly, shape (num_points, num_dims); `seed=None` uses torch's global generator."""
+    """Sample the unit sphere uniformly.
+
+    Args:
+        num_points: Number of points.
+        num_dims: Dimension of the space around the sphere.
+        seed: Seed of the random numbers; None takes torch's global generator.
+        dtype: Type of the coordinates.
+
+    Returns:
+        Points of shape (num_points, num_dims).
+    """
     return _sphere(num_points, num_dims, _generator(seed), dtype)
 
 
 def ball(num_points: int, seed: int | None = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Sample the unit ball uniformly, shape (num_points, 3); `seed=None` uses torch's global generator."""
+    """Sample the unit ball uniformly.
+
+    Args:
+        num_points: Number of points.
+        seed: Seed of the random numbers; None takes torch's global generator.
+        dtype: Type of the coordinates.
+
+    Returns:
+        Points of shape (num_points, 3).
+    """
     generator = _generator(seed)
     points = _sphere(num_points, 3, generator, dtype)
     return points * torch.rand(num_points, 1, generator=generator, dtype=dtype) ** (1 / 3)
@@ -206,7 +244,10 @@ def _sphere(num_points: int, num_dims: int, generator: torch.Generator | None, d
 
 
 def sphere_mesh(num_subdivisions: int) -> tuple[Tensor, Tensor]:
-    """Triangulate the unit sphere by halving the edges of an icosahedron n = `num_subdivisions` times.
+    """Triangulate the unit sphere by halving the edges of an icosahedron.
+
+    Args:
+        num_subdivisions: Number n of times that all edges are halved.
 
     Returns:
         Vertices of shape (10 · 4ⁿ + 2, 3), and faces of shape (20 · 4ⁿ, 3), counterclockwise as seen from outside.
@@ -232,7 +273,10 @@ def sphere_mesh(num_subdivisions: int) -> tuple[Tensor, Tensor]:
 
 
 def cube_tetrahedra(num_cells: int) -> tuple[Tensor, Tensor]:
-    """Split the unit cube into k³ cubes, k = `num_cells` per edge, and each of them into 6 tetrahedra.
+    """Split the unit cube into k³ cubes, and each of them into 6 tetrahedra.
+
+    Args:
+        num_cells: Number k of cubes per edge.
 
     Returns:
         Vertices of shape ((k + 1)³, 3), and tetrahedra of shape (6k³, 4) and positive orientation.

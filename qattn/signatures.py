@@ -93,7 +93,8 @@ def wave_kernel_signature(
 
     Examples:
         >>> vectors = torch.tensor([[1.0, 0.0, 1.5], [1.0, 1.4, 0.0], [1.0, -1.4, 0.0]])
-        >>> three = Spectrum(torch.tensor([1.0, 0.5, 0.2]), vectors, torch.zeros(3), torch.full((3,), 1 / 3), sigma=0.1)
+        >>> values, residuals, weight = torch.tensor([1.0, 0.5, 0.2]), torch.zeros(3), torch.full((3,), 1 / 3)
+        >>> three = Spectrum(values, vectors, residuals, weight, sigma=0.1)
         >>> wave_kernel_signature(three).shape
         torch.Size([3, 128])
     """

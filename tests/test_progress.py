@@ -4,6 +4,7 @@ import io
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -49,6 +50,22 @@ def test_nothing_is_shown_where_nobody_looks(monkeypatch):
     monkeypatch.setattr(sys, "stderr", stream)
     diffusion(sphere(300), 0.3)
     assert stream.getvalue() == ""
+
+
+def test_passes_are_told_to_those_who_watch_in_their_thread():
+    told, others = [], []
+    with _progress.watched(lambda *counts: told.append(counts)):
+        q = diffusion(sphere(300), 0.3)
+        passes = list(told)
+        q.power(3, torch.randn(300).double())
+        thread = threading.Thread(target=lambda: others.append(diffusion(sphere(300), 0.3)))
+        thread.start()
+        thread.join()
+    assert passes == [(count, None) for count in range(1, 1 + int(q.num_iter))]
+    assert told[len(passes) :] == [(1, 3), (2, 3), (3, 3)]
+    assert len(others) == 1
+    diffusion(sphere(300), 0.3)
+    assert len(told) == len(passes) + 3
 
 
 def test_the_bar_is_closed_when_a_solve_is_stopped(monkeypatch):

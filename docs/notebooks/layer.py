@@ -57,7 +57,7 @@ class Network(nn.Module):
 
 
 examples = [example(300, seed) for seed in range(12)]
-clouds, measurements, labels = map(torch.stack, zip(*examples))  # (12, 300, 3), (12, 300, 7), (12, 300)
+clouds, measurements, labels = map(torch.stack, zip(*examples))  # (12, 300, …)
 
 
 def train(is_diffusing, num_steps=60):

@@ -15,7 +15,7 @@ from qattn.pictures import heat, render, show
 
 torch.manual_seed(0)
 means, normals = shapes.creature(3000)
-log_scales = torch.log(torch.tensor([0.03, 0.03, 0.004])).repeat(3000, 1)  # flat: thin along the normal
+log_scales = torch.log(torch.tensor([0.03, 0.03, 0.004])).repeat(3000, 1)  # thin along the normal
 half = torch.nn.functional.normalize(normals + torch.tensor([0.0, 0.0, 1.0]), dim=-1)
 quaternions = torch.stack([0 * half[:, 0], *half.T], dim=1)  # half a turn takes z to the normal
 logits = torch.full((3000,), 2.0)  # opacity 1 / (1 + e^−2) = 0.88

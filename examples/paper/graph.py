@@ -53,13 +53,14 @@ def draw(axis, A, signal, title):
     """Discs whose areas are the entries of the signal, red for positive and blue for negative ones."""
     for edge in A.triu().nonzero():
         axis.plot(*PLACES[edge].T.numpy(), color="0.35", lw=2, zorder=1)
-    for (x, y), entry in zip(PLACES.tolist(), signal.tolist(), strict=True):
+    for vertex, ((x, y), entry) in enumerate(zip(PLACES.tolist(), signal.tolist(), strict=True)):
         radius = 0.42 * math.sqrt(abs(entry))
         axis.add_patch(Circle((x, y), 0.09, facecolor="w", edgecolor="0.35", lw=1.5, zorder=2))
         axis.add_patch(Circle((x, y), radius, facecolor="#c0392b" if entry > 0 else "#2e6fb7", alpha=0.85, zorder=3))
         if abs(entry) > 1e-9:
             label = f"{entry:.3f}".replace("-", "−")
-            where = (x + 0.4, y) if x > 0 else (x, y - max(radius, 0.09) - 0.13)
+            below = y - max(radius, 0.09) - 0.13
+            where = {DIRAC: (x, below), HUB: (x - 0.2, below)}.get(vertex, (x + 0.4, y))  # beside the edges
             axis.text(*where, label, ha="center", va="center", fontsize=11, zorder=4)
     axis.text(0, 1.3, title, ha="center", va="center", fontsize=14, linespacing=1.4)
     axis.set(xlim=(-1.5, 1.6), ylim=(-1.1, 1.6), aspect="equal")

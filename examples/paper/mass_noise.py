@@ -84,7 +84,7 @@ def main():
     unexplained = float((found - slope * levels).square().sum() / (found - found.mean()).square().sum())
     picture = figure(11, 4)
     left, right = picture.subplots(1, 2)
-    left.plot([0, 100 * levels[-1]], [0, slope * levels[-1]], color="0.75", lw=5, label=f"{slope:.2f} s")
+    left.plot([0, 100 * levels[-1]], [0, slope * levels[-1]], color="0.75", lw=5, label=f"{slope:.2f} × noise")
     left.plot(100 * levels, found, "o", color="C3", label=f"measured, R² = {1 - unexplained:.4f}")
     left.set(title=f"{len(points):,} vertices, σ = {options.sigma:g}", xlabel="noise s of the masses, in %")
     left.set(ylabel=r"$\|Q_m - Q_{m_s}\|_M$", xlim=(0, None), ylim=(0, None))
@@ -102,7 +102,7 @@ def main():
     report(
         (
             "‖Q_m − Q_ms‖ is linear in s",
-            f"{slope:.2f} s explains {1 - unexplained:.2%} of it, up to s = {float(levels[-1]):.0%}",
+            f"{slope:.2f} × s explains {1 - unexplained:.2%} of it, up to s = {float(levels[-1]):.0%}",
             unexplained < 0.02,
         ),
         ("errors of Λ are half those of the masses at most", f"{spread}; most {largest:.4f}", largest < 0.5 + 1e-3),

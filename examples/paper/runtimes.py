@@ -92,7 +92,7 @@ def tables(found):
 
 
 def draw(found, path):
-    picture = figure(12, 4.6)
+    picture = figure(14, 4.6)
     left, right = picture.subplots(1, 2)
     curves(left, [row for rows in found.values() for row in rows.values()], "N", "seconds")
     left.set(xscale="log", yscale="log", xlabel="points", ylabel="seconds, all included")
@@ -109,7 +109,7 @@ def draw(found, path):
     right.set(xscale="log", yscale="log", xlabel="points", ylabel="times as fast as LU and solve")
     right.set_title("against a sparse LU", fontsize=11)
     right.grid(alpha=0.3, which="both")
-    right.legend(frameon=False, fontsize=8)
+    right.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     picture.savefig(path, dpi=110)
     print(f"wrote {path}")
 

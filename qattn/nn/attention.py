@@ -112,7 +112,8 @@ class QBlock(nn.Module):
 
     Examples:
         >>> block = QBlock(64, 4, content_dim=8)
-        >>> cloud = {"coord": torch.randn(300, 3), "feat": torch.randn(300, 64), "offset": torch.tensor([100, 300])}
+        >>> points, features = torch.randn(300, 3), torch.randn(300, 64)
+        >>> cloud = {"coord": points, "feat": features, "offset": torch.tensor([100, 300])}
         >>> block(cloud)["feat"].shape
         torch.Size([300, 64])
     """

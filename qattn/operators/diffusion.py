@@ -467,6 +467,9 @@ def diffusion(
         **kernel: Further arguments of `GaussianKernel`, except `tol`: `method`, `backend`, `group`. With `normals`
             (*batch, N, d), the kernel is an `OrientedKernel`, which does not join sheets that lie close together.
 
+    Returns:
+        Q of shape (*batch, N, N), or (*batch, H, N, N) for H bandwidths; never formed as a matrix.
+
     Examples:
         >>> q = diffusion(torch.randn(500, 3), sigma=0.5)
         >>> smooth = q @ torch.randn(500, 8)

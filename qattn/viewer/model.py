@@ -29,6 +29,7 @@ NUM_MODES = 40
 NUM_TIMES = 60  # of heat kernel signatures
 _MATCHED_MODES = 12, 30  # of the first fit, and after ZoomOut
 _REACH = 2.0  # steps of log σ, up to which potentials are extrapolated
+_SPACE = "&emsp;"  # between columns, which viser sets close together
 _ALONE = 1.001  # neighbors of a point, up to which Q is the identity
 
 
@@ -358,7 +359,7 @@ def _as_tables(report: object) -> str:
         else:
             if not lines[-1].startswith("|"):
                 lines += ["", "| " * (len(cells) + 1), "|---" * len(cells) + "|"]
-            lines.append(f"| {' | '.join(cells)} |")
+            lines.append(f"| {f'{_SPACE} | '.join(cells)} |")
     return "\n".join(lines)
 
 

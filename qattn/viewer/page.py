@@ -14,6 +14,7 @@ import numpy as np
 import viser
 
 from qattn import io
+from qattn._progress import watched
 from qattn.io import Cloud, Grid
 from qattn.io.lengths import parse_sigma, spacing_of
 from qattn.kernels import MixtureKernel
@@ -23,10 +24,11 @@ from qattn.viewer.worker import Worker
 __all__ = ["Viewer", "exported_page"]
 
 _SIZE = 2.0  # of a shape in the scene
-_GAP = 1.2  # shapes side by side, in sizes
+_GAP = 1.0  # shapes side by side, in sizes
 _POINT = 2.0  # size of a point in spacings, with which random points cover a surface
 _BACKGROUND = 60, 64, 72  # darker than any color of a picture, of which many are white
 _EYE = np.array([0.5, -1.0, 0.4])  # direction to look from, with z up, as viser has it
+_RIGHT = np.array([1.0, 0.5, 0.0]) / 1.25**0.5  # of who looks from there
 _ASIDE = 0.7  # of the camera, to the right, because the controls hide a part of the scene
 _TYPING = 0.5  # seconds after which a text that did not change is complete
 _SIGMA_HINT = "A length (0.05), a multiple of the spacing (3x) or a share of the extent (2%)"
@@ -101,14 +103,14 @@ class _Page:
         self._client, self._model = client, model
         self._state = model.start(sigma)
         self._scene = _Scene(client.scene, model, "y")
-        self._worker: Worker[tuple[Model, State], tuple[Model, Picture]] = Worker(_computed, self._show, self._fail)
+        self._worker: Worker[tuple[Model, State], tuple[Model, Picture]] = Worker(self._compute, self._show, self._fail)
         self._add_controls()
         client.scene.on_click()(self._click)
         self._look()
 
     def recompute(self) -> None:
         """Ask for the picture of the current state; the old one stays until it is there."""
-        self._busy.visible = True
+        self._bar.visible = True
         self._worker.request((self._model, self._state))
 
     def close(self) -> None:
@@ -129,7 +131,7 @@ class _Page:
         self._time = gui.add_slider("Time", 0, NUM_TIMES - 1, 1, state.time)
         for control in (self._signal, self._steps, self._mode, self._time):
             control.on_update(self._change)
-        self._busy = gui.add_progress_bar(100, animated=True)
+        self._bar = gui.add_progress_bar(100, animated=True)
         self._caption = gui.add_markdown("")
         self._plot: Any = None
         self._up = gui.add_dropdown("Up", tuple(_TURNS))
@@ -246,6 +248,17 @@ class _Page:
         camera = self._client.camera
         camera.position, camera.look_at = self._scene.eye, self._scene.center
 
+    def _compute(self, request: tuple[Model, State]) -> tuple[Model, Picture]:
+        model, state = request
+        self._tell(0, None)
+        with watched(self._tell):
+            return model, model.picture(state)
+
+    def _tell(self, count: int, total: int | None) -> None:
+        """Fill the bar by the passes that are done; where nobody knows how many there will be, it is full and moves."""
+        self._bar.animated = total is None
+        self._bar.value = 100 * count / total if total else 100
+
     def _show(self, computed: tuple[Model, Picture]) -> None:
         model, picture = computed
         if model is not self._model:  # another file was opened meanwhile
@@ -261,14 +274,15 @@ class _Page:
                 viser.uplot.Series(label="mode"),
                 viser.uplot.Series(label="frequency", stroke="#d84315", width=2),
             )
+            space = (12, 24, 0, 0)  # above and to the right, for the last labels
             self._plot = self._client.gui.add_uplot(
-                (x, picture.curve), series, scales={"x": {"time": False}}, aspect=1.6
+                (x, picture.curve), series, scales={"x": {"time": False}}, aspect=1.6, padding=space
             )
-        self._busy.visible = False
+        self._bar.visible = False
 
     def _fail(self, sentence: str) -> None:
         self._caption.content = f"**{sentence}**"
-        self._busy.visible = False
+        self._bar.visible = False
 
     def _export(self) -> None:
         try:
@@ -296,9 +310,9 @@ class _Scene:
     @property
     def center(self) -> np.ndarray:
         """Point that the camera looks at."""
-        shift = 0.5 * _GAP * _SIZE if self._model.other is not None else 0.0
+        between = 0.5 * _GAP * _SIZE if self._model.other is not None else 0.0
         aside = 0.0 if self._is_exported else _ASIDE * self._away
-        return np.array([shift, 0.0, 0.0]) + aside * np.cross(-_EYE, [0, 0, 1.0])
+        return (between + aside) * _RIGHT
 
     @property
     def eye(self) -> np.ndarray:
@@ -308,7 +322,7 @@ class _Scene:
     @property
     def _away(self) -> float:
         """Distance from which all shapes are visible, relative to that for one of them."""
-        return 1.0 if self._model.other is None else 1.7
+        return 1.0 if self._model.other is None else 1.8
 
     def ray(self, origin: np.ndarray, direction: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Convert a ray in the scene to the coordinates of the shape."""
@@ -328,7 +342,7 @@ class _Scene:
         self._draw("other", model.other, scaled, colors, _GAP * _SIZE)
 
     def _draw(self, name: str, shape: Cloud | Grid, points: np.ndarray, colors: np.ndarray, shift: float) -> None:
-        points = (points @ self._rotation.T + np.array([shift, 0, 0])).astype(np.float32)
+        points = (points @ self._rotation.T + shift * _RIGHT).astype(np.float32)
         if isinstance(shape, Cloud) and shape.faces is not None:
             self._handles[name] = self._scene.add_mesh_trimesh(f"/{name}", _colored_mesh(points, shape.faces, colors))
             return
@@ -384,11 +398,6 @@ def _server(host: str, port: int) -> viser.ViserServer:
 def _stop(server: viser.ViserServer) -> None:
     with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing):
         server.stop()
-
-
-def _computed(request: tuple[Model, State]) -> tuple[Model, Picture]:
-    model, state = request
-    return model, model.picture(state)
 
 
 def _read(name: str, content: bytes) -> Cloud | Grid:
