@@ -1,15 +1,18 @@
 """How true are spectra, heat kernel signatures and heat of point clouds, against finite elements on the mesh?
 
 Random points of generated shapes and of meshes given by path, scaled to the unit ball; also uneven ones, four times as
-many on one half, and noisy ones, moved by 0.01. Candidates, on the same points: equal masses with the bandwidth that
-`qattn.spectrum` chooses and its frequencies as they come; `qattn.spectrum` as it is, without normals, and with those of
-the mesh; and `robust_laplacian`. Errors are of eigenvalues 2 to 40, of signatures at eight times, and of the heat of 16
-points at the first of these times, all from 40 modes. Rows of other shapes and sizes in the record are kept.
+many on one half, and noisy ones, moved by 0.01. One shape, the sheet, is open. Candidates, on the same points: equal
+masses with the bandwidth that `qattn.spectrum` chooses and its frequencies as they come; `qattn.spectrum` as it is,
+without normals, and with those of the mesh; and `robust_laplacian`. Errors are of eigenvalues 2 to 40, of signatures at
+eight times, and of the heat of 16 points at the first of these times, all from 40 modes. With --normals, those of
+`qattn.normals` are compared with those of the mesh instead. Rows of other shapes, sizes, samplings and candidates in
+the record are kept.
 """
 
 import argparse
 import json
 import sys
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +30,7 @@ from fem import creature_mesh, eigenpairs, load
 K = 40
 NOISE, UNEVEN = 0.01, 0.25
 FIGURES = ("median", "largest", "signatures", "heat")
+SURFACES = ("sphere", "thin ellipsoid", "creature", "sheet")
 SOLIDS = ("solid cube", "ball", "grid of a cube")
 
 
@@ -34,6 +38,8 @@ def mesh_of(name):
     """Vertices, with those at one place merged, and faces in the unit ball."""
     if name == "creature":
         vertices, faces = creature_mesh()
+    elif name == "sheet":
+        vertices, faces = sheet_mesh()
     elif name in ("sphere", "thin ellipsoid"):
         vertices, faces = (x.numpy() for x in sphere_mesh(6 if name == "sphere" else 5))
         vertices = vertices.astype(float) * ([1, 0.7, 0.04] if name == "thin ellipsoid" else 1)
@@ -42,6 +48,25 @@ def mesh_of(name):
     vertices, index = np.unique(vertices, axis=0, return_inverse=True)
     vertices = vertices - (vertices.min(0) + vertices.max(0)) / 2
     return vertices / np.linalg.norm(vertices, axis=1).max(), index.reshape(-1)[faces]
+
+
+def sheet_mesh(n=120):
+    """A rectangle that is bent to waves, with n × n vertices."""
+    u, v = np.meshgrid(np.linspace(-1, 1, n), np.linspace(-0.6, 0.6, n), indexing="ij")
+    vertices = np.stack([u, v, 0.3 * np.sin(4 * u) * np.cos(3 * v)], axis=-1).reshape(-1, 3)
+    index = np.arange(n * n).reshape(n, n)
+    a, b, c, d = (index[i : n - 1 + i, j : n - 1 + j].ravel() for i, j in ((0, 0), (1, 0), (1, 1), (0, 1)))
+    return vertices, np.concatenate([np.stack([a, b, c], axis=1), np.stack([a, c, d], axis=1)])
+
+
+@cache
+def truth(shape):
+    """The mesh, its eigenvalues, and eigenvectors that are orthonormal for masses of sum 1."""
+    vertices, faces = mesh_of(shape)
+    values, vectors = eigenpairs(vertices, faces, K)
+    x, y, z = np.moveaxis(vertices[faces], 1, 0)
+    area = np.linalg.norm(np.cross(y - x, z - x), axis=1).sum() / 2
+    return (vertices, faces), values, vectors * area**0.5
 
 
 def sampled(vertices, faces, n, sampling, seed=0):
@@ -150,12 +175,9 @@ def rows_of(shape, n, sampling, candidates):
         points, values = solid(shape, n)
         normals, exact = None, (values, None)
     else:
-        mesh = mesh_of(shape)
-        values, vectors = eigenpairs(*mesh, K)
-        corners = mesh[0][mesh[1]]
-        area = np.linalg.norm(np.cross(corners[:, 1] - corners[:, 0], corners[:, 2] - corners[:, 0]), axis=1).sum() / 2
+        mesh, values, vectors = truth(shape)
         points, normals, interpolated = sampled(*mesh, n, sampling)
-        exact = values, interpolated(vectors) * area**0.5
+        exact = values, interpolated(vectors)
     sources = np.random.default_rng(1).choice(len(points), 16, replace=False)
     for candidate in candidates:
         if candidate in ("normals of the mesh", "robust_laplacian") and normals is None:
@@ -165,19 +187,34 @@ def rows_of(shape, n, sampling, candidates):
         yield row | errors(found, exact, sources)
 
 
+def row_of_normals(shape, n, sampling):
+    """Part of the estimated normals that are on the wrong side, and their mean angle to those of the mesh, as lines."""
+    points, exact, _ = sampled(*mesh_of(shape), n, sampling)
+    cosines = (qattn.normals(points) * exact).sum(1)
+    angle = np.degrees(np.arccos(np.abs(cosines).clip(max=1)).mean())
+    wrong = float((cosines < 0).mean())
+    row = {"name": "normals", "shape": Path(shape).stem, "N": n, "sampling": sampling}
+    return row | {"wrong side": min(wrong, 1 - wrong) if shape == "sheet" else wrong, "angle": float(angle)}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("shapes", nargs="*", help="meshes, or names of generated shapes; by default all of the latter")
     parser.add_argument("--sizes", type=int, nargs="+", default=[2000, 5000, 20_000])
     parser.add_argument("--samplings", nargs="+", default=["random"], choices=["random", "uneven", "noisy"])
     parser.add_argument("--candidates", nargs="+", default=list(CANDIDATES), choices=list(CANDIDATES))
+    parser.add_argument("--normals", action="store_true", help="compare normals instead")
     options = parsed(parser, sizes=[1000], shapes=["sphere", "solid cube"])
     path = (RESULTS if options.quick else RECORDS) / "accuracy.json"
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
-    for shape in options.shapes or ["sphere", "thin ellipsoid", "creature", *SOLIDS]:
+    for shape in options.shapes or [*SURFACES, *(() if options.normals else SOLIDS)]:
         for n in options.sizes:
             for sampling in ["random"] if shape in SOLIDS else options.samplings:
-                for row in rows_of(shape, n, sampling, options.candidates):
+                if options.normals:
+                    new = [row_of_normals(shape, n, sampling)]
+                else:
+                    new = rows_of(shape, n, sampling, options.candidates)
+                for row in new:
                     rows = [old for old in rows if of(old) != of(row)] + [row]
                     print(described(row), flush=True)
                     assert row["name"] != "qattn" or sampling != "random" or row["median"] < 0.1
@@ -190,6 +227,8 @@ def of(row):
 
 def described(row):
     figures = " ".join(f"{name} {row[name]:6.1%}" for name in FIGURES if name in row)
+    if row["name"] == "normals":
+        figures = f"wrong side {row['wrong side']:.1%}, {row['angle']:.1f}°"
     return f"{row['shape']:15} {row['N']:6} {row['sampling']:7} {row['name']:20} {figures}"
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import qattn
 from qattn import diffusion, eigsh, io, shapes
 from qattn.cli import app
 from qattn.distances import geodesic_distance
@@ -106,14 +107,25 @@ def test_positions_move_as_those_of_the_command(model):
 def test_modes_and_signatures_are_those_of_the_spectrum(model):
     state = replace(model.start(), panel="Modes", mode=3)
     picture = model.picture(state)
-    spectrum = eigsh(diffusion(torch.from_numpy(model.shape.points), state.sigma), 40)
+    spectrum = qattn.spectrum(torch.from_numpy(model.shape.points), 40, sigma=state.sigma)
     expected = as_bytes(signed(spectrum.vectors[:, 3]))
     difference = np.abs(picture.colors.astype(int) - expected)
     assert np.median(difference) <= 2
     assert len(picture.curve) == 40
     assert np.allclose(picture.curve[1:], spectrum.frequencies[1:], rtol=2e-2)
+    assert all(f"| {name} | {choice} |" in picture.caption for name, choice in spectrum.choices.items())
     early, late = (model.picture(replace(state, panel="Signatures", time=t)).colors for t in (0, 59))
     assert (early != late).any()
+
+
+def test_modes_of_a_mesh_are_those_of_its_masses():
+    vertices, faces = shapes.sphere_mesh(3)
+    model = Model(io.Cloud(vertices.numpy(), faces.numpy()))
+    state = replace(model.start(), panel="Modes")
+    picture = model.picture(state)
+    spectrum = eigsh(diffusion(vertices, state.sigma, model.shape.mass), 40)
+    assert np.allclose(picture.curve[1:], spectrum.frequencies[1:], rtol=2e-2)
+    assert "|" not in picture.caption
 
 
 def test_distances_are_those_of_the_library(model):

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # From a scan to a spectrum
 #
-# A file of points, its diffusion operator, and the modes of its shape. Nothing is downloaded: the scan is a generated
-# creature.
+# A file of points, the modes of its shape, and a diffusion operator of one's own. Nothing is downloaded: the scan is a
+# generated creature.
 
 # %% alt="Modes 1, 3, 6 and 12 of the creature, red where positive and blue where negative"
 import matplotlib.pyplot as plt
@@ -17,8 +17,7 @@ io.write("scan.ply", io.Cloud(made.numpy()))
 
 scan = io.read("scan.ply")  # or a file of yours: PLY, OBJ, LAS, PCD, CSV, …
 points = torch.from_numpy(scan.points)
-q = qattn.diffusion(points, sigma=3 * scan.spacing)  # three spacings, a good start
-spectrum = qattn.eigsh(q, k=40)
+spectrum = qattn.spectrum(points, k=40)
 
 view = camera_view(points, normals)
 
@@ -32,12 +31,37 @@ def draw(panels):
 draw({f"mode {n}": signed(spectrum.vectors[:, n]) for n in (1, 3, 6, 12)})
 
 # %% [markdown]
-# ## The operator
+# ## The spectrum
 #
-# Q has as many rows as the scan has points, and is never stored: applying it is a pass of attention. Its table tells
-# what it is made of; that of the kernel, which method was taken, and why.
+# Nothing had to be chosen: bandwidth, masses, normals and the scale of frequencies follow from the points. The table
+# says how. `frequencies` are those of the Laplacian of the surface.
 
 # %%
+spectrum
+
+# %% [markdown]
+# Frequencies belong to the shape, and σ should not show in them. With a larger one they stay, until the kernel reaches
+# from one leg to the other.
+
+# %% alt="Forty frequencies for three bandwidths, which nearly agree"
+picture, axis = plt.subplots(figsize=(8, 3.2), layout="constrained")
+for spacings in (2, 3, 4):
+    frequencies = qattn.spectrum(points, k=40, sigma=spacings * scan.spacing).frequencies
+    axis.plot(frequencies, ".-", label=f"σ = {spacings} spacings")
+axis.set_xlabel("mode")
+axis.set_ylabel("frequency")
+axis.legend(frameon=False)
+plt.show()
+
+# %% [markdown]
+# ## The operator
+#
+# To smooth signals, make an operator of your own. Q has as many rows as the scan has points, and is never stored:
+# applying it is a pass of attention. Its table tells what it is made of; that of the kernel, which method was taken,
+# and why.
+
+# %%
+q = qattn.diffusion(points, sigma=3 * scan.spacing, mass="density")  # three spacings, a good start
 q
 
 # %%
@@ -48,28 +72,6 @@ q.kernel
 
 # %%
 qattn.check_axioms(q)
-
-# %% [markdown]
-# ## The spectrum
-#
-# Eigenvalues of Q are near 1 for smooth modes. `frequencies` are those of the Laplacian of the surface.
-
-# %%
-spectrum
-
-# %% [markdown]
-# Frequencies belong to the shape, and σ should not show in them. The first ones agree; higher ones are too low if σ is
-# so small that the random sampling is seen.
-
-# %% alt="Forty frequencies for three bandwidths: equal for the first modes, lower with two spacings for higher ones"
-picture, axis = plt.subplots(figsize=(8, 3.2), layout="constrained")
-for spacings in (2, 3, 4):
-    frequencies = qattn.eigsh(qattn.diffusion(points, spacings * scan.spacing), k=40).frequencies
-    axis.plot(frequencies, ".-", label=f"σ = {spacings} spacings")
-axis.set_xlabel("mode")
-axis.set_ylabel("frequency")
-axis.legend(frameon=False)
-plt.show()
 
 # %% [markdown]
 # ## Signatures

@@ -15,7 +15,7 @@ from qattn.mass import density
 from qattn.operators.diffusion import diffusion
 from qattn.orientation import normals as normals_of
 from qattn.orientation import share_of_other_sheets
-from qattn.spectra.bandwidth import effective_sigma
+from qattn.spectra.bandwidth import measured_sigma
 from qattn.spectra.eigensolver import eigsh
 from qattn.spectra.spectrum import Spectrum
 
@@ -26,7 +26,9 @@ _LOG_RATIO = 1.4849  # mean of d log(r_16 / r_4) of random points in d dimension
 _EVEN = 0.35  # spread of areas below which points are even: half of that of random points
 _OTHER_SHEETS = 0.05  # share of a row from other sheets from which normals count fully
 _FEW = 1e-3  # part of the points with such rows below which normals are not worth their passes
+_FEWEST = 32  # points up to which normals are not estimated: `normals` looks at that many neighbors of each
 _TOL = 1e-4  # of the normalization
+_LOST = "nothing can be measured, as rows reach across the shape or no other point"
 
 
 @dataclass(frozen=True)
@@ -36,14 +38,17 @@ class _Sampling:
     Attributes:
         sigma: Mean distance r to the fourth neighbor, weighted by r^d, the area of a point, and divided by 1 + 1/4d.
             For random points of one density it is the plain mean; otherwise it suits the sparse parts.
-        dims: Dimension d of the shape, by how distances grow with the number of neighbors.
+        dims: Dimension d of the shape, by how distances grow with the number of neighbors; that of the space if there
+            are too few of them.
         spread: Difference of the quartiles of the areas r^d, over their median; 0.70 for random points of one density
             in any dimension, more if the density varies, 0 for grids, whatever their boundary.
+        has_growth: Whether there are enough neighbors to tell the dimension.
     """
 
     sigma: float
     dims: int
     spread: float
+    has_growth: bool
 
 
 @eager
@@ -74,7 +79,8 @@ def spectrum(
 
     Returns:
         A `Spectrum`, of arrays if the points are one. With masses by density, its `sigma` is `effective_sigma` of the
-        operator, which corrects `frequencies` for random sampling; otherwise it is that of the kernel.
+        operator, which corrects `frequencies` for random sampling; otherwise it is that of the kernel. If points are so
+        few that rows reach across the shape, nothing can be measured, and masses are equal.
 
     Examples:
         >>> points = torch.nn.functional.normalize(torch.randn(2000, 3), dim=-1)
@@ -91,28 +97,26 @@ def spectrum(
     else:
         bandwidth = float(_checks.one_bandwidth(sigma, torch.float64, torch.device("cpu")))
         choices["sigma"] = f"{bandwidth:.4g}, as given"
-    choices["dimension"] = f"{sampling.dims}, by the growth of distances from the fourth to the sixteenth neighbor"
+    choices["dimension"] = f"{sampling.dims}, " + (
+        "by the growth of distances from the fourth to the sixteenth neighbor"
+        if sampling.has_growth
+        else "that of the space, as points are few"
+    )
     gaussian = GaussianKernel(x, bandwidth, tol=_TOL)
     kernel, choices["normals"] = _with_normals(gaussian, normals, sampling)
-    if isinstance(mass, str):
-        _checks.one_of("mass", mass, ("auto", "density"))
-        is_even = mass == "auto" and sampling.spread < _EVEN
-        kind = "equal: points are even" if is_even else "density: points are random or uneven"
-        choices["mass"] = (
-            f"{kind}, quartiles of areas differ by {sampling.spread:.0%}" if mass == "auto" else "density, as given"
-        )
-        m = None if is_even else density(kernel)
-        is_measured = not is_even
-    else:
-        m, is_measured = mass, False
-        choices["mass"] = "equal, as given" if mass is None else "as given"
+    m, choices["mass"] = _mass(mass, sampling)
     q = diffusion(kernel, mass=m, tol=_TOL)
-    found = eigsh(q, k, **options)
-    scale = effective_sigma(q, sampling.dims) if is_measured else bandwidth
+    scale = measured_sigma(q, kernel, sampling.dims) if isinstance(m, str) else None
+    is_lost = isinstance(m, str) and scale is None
+    if is_lost and mass == "auto":
+        choices["mass"] = f"equal: {_LOST}"
+        if isinstance(normals, str):
+            kernel, choices["normals"] = gaussian, f"none: {_LOST}"
+        q = diffusion(kernel, tol=_TOL)
     choices["frequencies"] = (
-        f"by {scale:.4g}, the bandwidth as measured" if is_measured else f"by {scale:.4g}, the bandwidth"
-    )
-    found = replace(found, sigma=scale, choices=choices)
+        f"by {bandwidth:.4g}, the bandwidth" if scale is None else f"by {scale:.4g}, the bandwidth as measured"
+    ) + (f": {_LOST}" if is_lost else "")
+    found = replace(eigsh(q, k, **options), sigma=bandwidth if scale is None else scale, choices=choices)
     return found if isinstance(points, Tensor) else found.numpy()
 
 
@@ -128,11 +132,25 @@ def _sampling(points: Tensor) -> _Sampling:
     first, second = distance[:, near], distance[:, far]
     growth = float(np.log(second / first).mean())
     # With fewer points than neighbors, nothing tells the dimension but the coordinates.
-    dims = min(x.shape[1], max(1, round(_LOG_RATIO / growth))) if far == _FAR and growth > 0 else x.shape[1]
+    has_growth = far == _FAR and growth > 0
+    dims = min(x.shape[1], max(1, round(_LOG_RATIO / growth))) if has_growth else x.shape[1]
     areas = (first / first.mean()) ** dims
     sigma = np.average(first, weights=areas) / (1 + 1 / (4 * dims))
     low, median, high = np.quantile(areas, [0.25, 0.5, 0.75])
-    return _Sampling(float(sigma), dims, float((high - low) / median))
+    return _Sampling(float(sigma), dims, float((high - low) / median), has_growth)
+
+
+def _mass(mass: MassLike | None, sampling: _Sampling) -> tuple[MassLike | None, str]:
+    """Return masses, or "density" for those of the kernel, and a note on why."""
+    if not isinstance(mass, str):
+        return mass, "equal, as given" if mass is None else "as given"
+    _checks.one_of("mass", mass, ("auto", "density"))
+    if mass == "density":
+        return mass, "density, as given"
+    areas = f"quartiles of areas differ by {sampling.spread:.0%}"
+    if sampling.spread < _EVEN:
+        return None, f"equal: points are even, {areas}"
+    return "density", f"density: points are random or uneven, {areas}"
 
 
 def _with_normals(
@@ -147,6 +165,8 @@ def _with_normals(
         _checks.one_of("normals", normals, ("auto",))
         if x.shape[-1] != 3 or sampling.dims != 2:
             return kernel, "none: not a surface in space"
+        if len(x) <= _FEWEST:
+            return kernel, "none: points are few"
         normals = normals_of(x)
     oriented = OrientedKernel(x, normals, kernel.sigma, tol=_TOL)  # checks the normals
     share = share_of_other_sheets(kernel, density(kernel), oriented.normals)

@@ -21,6 +21,7 @@ from qattn.operators.diffusion import Diffusion, diffusion
 from qattn.pictures import colormap, heat, signed
 from qattn.signatures import heat_kernel_signature, wave_kernel_signature
 from qattn.spectra import Spectrum, eigsh
+from qattn.spectra.automatic import spectrum as spectrum_of_points
 
 __all__ = ["PANELS", "Model", "Picture", "State", "positions_of"]
 
@@ -186,6 +187,10 @@ class Model:
             f"Mode {mode} of {len(spectrum)}: eigenvalue {float(spectrum.values[mode]):.5f}, frequency "
             f"{float(frequencies[mode]):.4g}, residual {float(spectrum.residuals[mode]):.0e}, {self._sigma(state)}"
         )
+        if spectrum.choices:
+            caption += "\n\n| | |\n|---|---|\n" + "\n".join(
+                f"| {name} | {why} |" for name, why in spectrum.choices.items()
+            )
         colors = _bytes(signed(spectrum.vectors[:, mode].float()))
         return Picture(colors, caption, curve=frequencies.double().numpy())
 
@@ -288,10 +293,15 @@ class _Operators:
         return self._shape.kernel(sigma)
 
     def spectrum(self, sigma: float) -> Spectrum:
-        """Return the leading eigenpairs of the operator with a bandwidth."""
+        """Return the leading eigenpairs with a bandwidth: of points alone by `spectrum`, else those of the operator."""
         if self._spectrum is None or self._spectrum[0] != sigma:
-            q = self.at(sigma)
-            self._spectrum = sigma, eigsh(q, min(NUM_MODES, q.shape[-1] // 2))
+            shape = self._shape
+            if isinstance(shape, Cloud) and shape.splats is None and shape.mass is None:
+                found = spectrum_of_points(torch.from_numpy(shape.points), min(NUM_MODES, len(shape) // 2), sigma=sigma)
+            else:
+                q = self.at(sigma)
+                found = eigsh(q, min(NUM_MODES, q.shape[-1] // 2))
+            self._spectrum = sigma, found
         return self._spectrum[1]
 
 
