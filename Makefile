@@ -44,8 +44,9 @@ $(VENV)/documented: $(VENV)/installed
 	touch $@
 
 # The GPU paths on a CPU: interpreted, compiled for GPUs that are not there, or emulated; in environments of its own.
+# RECORD=1 keeps the table.
 conformance:
-	bash conformance/run.sh
+	$(if $(RECORD),RECORD=1) bash conformance/run.sh
 
 # How fast attention kernels would be, ours and others', by a model of their machine code; after `make conformance`.
 gpu-model:

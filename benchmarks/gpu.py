@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 import qattn
+from qattn.attention.triton import why_not_this_gpu
 from qattn.doctor import choices
 from qattn.nn import QDiffNet
 
@@ -89,7 +90,7 @@ def backends() -> list[str]:
             mark = BAD if reasons.startswith("failed here") else ""
             lines.append(f"| {report.name} | {dtype} | | | | | | {mark}{reasons}{mark} |")
             continue
-        speeds = [f"{1e-3 / ns:.3f}" for ns in (report.lse_ns, report.out_ns) if ns is not None]
+        speeds = [f"{1e-3 / ns:.2g}" for ns in (report.lse_ns, report.out_ns) if ns is not None]
         remark = "" if report.is_exact else f"{BAD}above its bound{BAD}"
         errors = f"{report.lse_error:.1e} | {report.out_error:.1e} | {report.tolerance:.1e}"
         lines.append(f"| {report.name} | {dtype} | {errors} | {' | '.join(speeds)} | {remark} |")
@@ -111,6 +112,8 @@ def rows(heads: list[str], cells: dict[str, Callable[[], list[str]]]) -> list[st
 
 def large_clouds() -> list[str]:
     """Passes of the `triton` backend over clouds that fill the GPU, beside the model."""
+    if reason := why_not_this_gpu(torch.device(DEVICE)):
+        return [f"Not run, as `triton` refuses this GPU: {reason}."]
     modeled = {(row["what"], row["gpu"]): row["pairs"] for row in json.loads(MODEL.read_text())["triton"]}
     points = qattn.shapes.ball(POINTS).to(DEVICE) / 0.05
 

@@ -85,7 +85,7 @@ def _source(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> AS
     aligned = {
         (n,): [["tt.divisibility", 16]]
         for n, name in enumerate(kernel.arg_names)
-        if signature[name] not in ("constexpr", "fp32") and name not in ("clouds", "query_tiles", "key_tiles")
+        if signature[name] not in ("constexpr", "fp32") and name not in ("clouds", "chunks", "query_tiles", "key_tiles")
     }
     return ASTSource(kernel, signature, constants, aligned)
 

@@ -24,14 +24,17 @@ TYPES = (
     | {"parts": "*bf16"}
     | dict.fromkeys(("counts", "lists"), "*i32")
     | dict.fromkeys(("one", "tiny", "log_tol"), "fp32")
-    | dict.fromkeys(("clouds", "query_size", "key_size", "query_tiles", "key_tiles"), "i32")
+    | dict.fromkeys(("clouds", "chunks", "width", "query_size", "key_size", "query_tiles", "key_tiles"), "i32")
 )
 
 
 def constants_of(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> dict[str, Any]:
-    """Return what the compiler knows: constants, and arguments that are None."""
-    given = zip(kernel.arg_names, arguments, strict=False)
-    return constants | {name: None for name, argument in given if argument is None}
+    """Return what the compiler knows: constants, arguments that are None, and whether there is one chunk of channels.
+
+    Triton compiles code of its own for numbers that are 1. Here one cloud is compiled as if it were one of several.
+    """
+    given = list(zip(kernel.arg_names, arguments, strict=False))
+    return constants | {name: x for name, x in given if x is None or (name, x) == ("chunks", 1)}
 
 
 def launches(dims: int, channels: int, *, listed: bool = False, dtype: torch.dtype = torch.float32) -> dict[str, Any]:

@@ -26,7 +26,7 @@ def report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
     monkeypatch.setattr(doctor, "_devices", lambda: [("cpu", torch.float32)])
-    monkeypatch.setattr(doctor, "_LARGE", 128)
+    monkeypatch.setattr(doctor, "_LARGE", {"cpu": 128})
     monkeypatch.setattr(doctor, "_SMALL", 128)
     monkeypatch.setattr(doctor, "_BUDGET", 0)
     monkeypatch.setattr(flex.shutil, "which", lambda name: None)  # or FlexAttention would be compiled for a GPU

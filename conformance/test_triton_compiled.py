@@ -67,16 +67,25 @@ def test_16_bit_values_cost_a_product_less(capability) -> None:
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize(("dims", "channels"), [(4, 16), (4, 40), (6, 20), (8, 16)])
+def test_code_does_not_grow_with_channels(capability) -> None:
+    """A loop over chunks of channels, which is none if there is one chunk."""
+    few, many = (build("differentiate_blocks", capability, 3, channels)[0] for channels in (31, 255))
+    assert many.ptx == few.ptx
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(
+    ("dims", "channels"), [(4, 16), (4, 40), (6, 20), (8, 16), (9, 16), (12, 16), (16, 16), (3, 255), (8, 255)]
+)
 def test_nothing_spills(capability, dims, channels, held: Held) -> None:
-    """For up to 8 dimensions."""
+    """In any dimension, and with any number of channels; derivatives take one more."""
     for name in ("sum_blocks", "attend_blocks", "sum_values", "differentiate_blocks"):
         kernel, _ = build(name, capability, dims, channels, listed=True)
         held("triton: all kernels, bytes spilled", f"compiled, sm_{capability}", kernel.stack, 0)
 
 
 @pytest.mark.parametrize("name", AMD)
-@pytest.mark.parametrize(("dims", "channels", "listed"), [(3, 8, False), (3, 32, True), (8, 16, True)])
+@pytest.mark.parametrize(("dims", "channels", "listed"), [(3, 8, False), (3, 32, True), (8, 16, True), (16, 16, True)])
 def test_gpus_of_amd(name, dims, channels, listed, held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
     """All kernels compile for those that the backend takes, and nothing spills."""
     monkeypatch.setattr(torch.version, "hip", "7.0")

@@ -30,8 +30,9 @@ EVIDENCE = "PTX of sm_80, emulated"
 
 def emulate(kernel: Any, grid: tuple[int, ...], num_warps: int, *arguments: Any, **constants: Any) -> None:
     """Compile and emulate what `operators._launch` would launch."""
-    built: Kernel = compiled(kernel, TYPES, constants_of(kernel, arguments, constants), 80, num_warps)
-    given = [x for x in arguments if x is not None]
+    known = constants_of(kernel, arguments, constants)
+    built: Kernel = compiled(kernel, TYPES, known, 80, num_warps)
+    given = [x for name, x in zip(kernel.arg_names, arguments, strict=False) if name not in known]
     passed = [_array(x) if isinstance(x, Tensor) else x for x in given]
     ptx.launch(ptx.Program.parse(built.ptx), grid, passed, built.shared)
     for x, array in zip(given, passed, strict=True):

@@ -18,6 +18,7 @@ from torch import Tensor
 
 import qattn
 from qattn.attended import PairTerms
+from qattn.attention import inputs as inputs_of_attention
 from qattn.attention import tensor_cores
 from qattn.attention.dispatch import BACKENDS
 from qattn.attention.inputs import Inputs
@@ -332,6 +333,46 @@ def test_gradients(needs, held: Held) -> None:
         held(f"{BACKWARD}, relative", INTERPRETED, gap(got, expected) / float(expected.abs().amax()), 1e-5)
 
 
+@pytest.mark.parametrize("N", [64, 128, 100])
+def test_transposed_tensors(N, held: Held) -> None:
+    """Kernels know no strides. Clouds that fill their tiles are not padded, so that padding copies nothing."""
+
+    def transposed(*shape: int) -> Tensor:
+        return torch.randn(shape[::-1]).permute(*reversed(range(len(shape))))
+
+    tensors = transposed(2, N, 3), transposed(2, N, 3), transposed(2, N, 4), transposed(2, N)
+    cotangents = transposed(2, N, 4), transposed(2, N)
+
+    def results(backend: str, dtype: torch.dtype) -> list[Tensor]:
+        leaves = [x.to(dtype).requires_grad_() for x in tensors]
+        assert not any(x.is_contiguous() for x in leaves)
+        out, lse = qattn.attend(*leaves[:3], bias=leaves[3], backend=backend)
+        gradients = torch.autograd.grad((out, lse), leaves, [g.to(dtype) for g in cotangents])
+        return [out.detach(), lse.detach(), *gradients]
+
+    names = "out", "lse", *(f"by {name}" for name in NAMES)
+    found, exact = results("triton", torch.float32), results("reference", torch.float64)
+    for name, got, expected in zip(names, found, exact, strict=True):
+        error = gap(got, expected) / float(expected.abs().amax())
+        held(f"triton: transposed tensors, {name}, relative", INTERPRETED, error, 1e-5)
+
+
+@pytest.mark.parametrize("N", [64, 128])
+def test_transposed_tensors_by_tensor_cores_and_tiles(N, held: Held) -> None:
+    query, key = (torch.randn(3, N, 2).permute(2, 1, 0) for _ in range(2))
+    sigma = (torch.rand(4) + 0.5)[::2]
+    value, bias = torch.randn(4, N, 2).permute(2, 1, 0), torch.randn(N, 2).T
+    clouds = DeviceTiling(query), DeviceTiling(key)
+    scaled = [x.double() / sigma.double()[:, None, None] for x in (query, key)]
+    expected_out, expected_lse = dense(*scaled, value, bias)
+    for cutoff, is_lifted in ((None, True), (Cutoff(1e-6, {}), False), (Cutoff(1e-6, {}), True)):
+        out, lse = device.attend(*clouds, sigma, value, bias, cutoff, is_lifted)
+        alone = device.attend(*clouds, sigma, None, bias, cutoff, is_lifted).lse
+        bound = 1e-5 + is_lifted * (extent(*scaled, bias).rounding(SPLIT_UNIT) + LIFTED_WEIGHT)
+        for got, expected in ((out, expected_out), (lse, expected_lse), (alone, expected_lse)):
+            held("triton: transposed tensors, lifted or by tiles / bound", INTERPRETED, gap(got, expected) / bound, 1)
+
+
 def sorted_cloud(points: Tensor) -> DeviceTiling:
     return DeviceTiling(points, kd_order(points))
 
@@ -379,6 +420,32 @@ def test_a_list_longer_than_its_memory_stands_for_all_keys(held: Held) -> None:
     assert widths == {cloud: 1}
     exact = dense(points.double() / 0.1, points.double() / 0.1, None, bias)[1]
     held(f"{TILES}, lists too long, lse", INTERPRETED, gap(lse, exact), 1e-5)
+
+
+def test_memory_for_lists_is_bounded(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists beyond it stand for all keys."""
+    points, sigma = ball(1100).float()[None], torch.tensor([1.0])
+    cloud = sorted_cloud(points)
+    exact = dense(points, points)[1]
+    for memory, expected in ((2**30, 32), (4 * 17 * cloud.tiles, 32), (4 * 16 * cloud.tiles, 16), (0, 16)):
+        monkeypatch.setattr(device, "_MEMORY", memory)
+        widths: dict[DeviceTiling, int] = {}
+        _, lse = device.attend(cloud, cloud, sigma, None, None, Cutoff(1e-6, widths))
+        assert widths == {cloud: expected}  # all 18 tiles are near; lists have a multiple of 16 places
+        held(f"{TILES}, lists beyond their memory, lse", INTERPRETED, gap(lse, exact), 1e-5)
+
+
+def test_the_first_pass_of_tiles_measures_the_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many pairs are near is known after it. No later one waits for an answer."""
+    monkeypatch.setattr(tensor_cores, "MANY_PAIRS", 1)
+    measured, lifted = Mock(wraps=inputs_of_attention.extent), Mock(wraps=operators.sum_lifted_blocks)
+    monkeypatch.setattr(inputs_of_attention, "extent", measured)
+    monkeypatch.setattr(operators, "sum_lifted_blocks", lifted)
+    kernel, counts = qattn.GaussianKernel(sphere(300).float(), 0.2, method="tiles", backend="triton"), []
+    for _ in range(3):
+        kernel.attend(torch.zeros(300))
+        counts.append((measured.call_count, lifted.call_count))
+    assert counts == [(1, 0), (1, 1), (1, 2)]
 
 
 def test_clouds_without_keys_have_empty_lists() -> None:
@@ -469,7 +536,9 @@ def test_costs_can_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "_PAIRS", 128)
     monkeypatch.setattr(calibration, "_LINES", (64, 128, 256))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    state = torch.get_rng_state()
     rates = calibration._measured(torch.device("cpu"))
+    assert torch.equal(torch.get_rng_state(), state)  # random numbers of the user do not depend on it
     assert rates.pair > 0
     assert all(math.isfinite(rate) for rate in rates)
 

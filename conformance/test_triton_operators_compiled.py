@@ -3,10 +3,12 @@
 Inductor writes the whole code for an A100 on fake CUDA tensors. That code is read here, not run.
 """
 
+import contextlib
 import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -62,6 +64,23 @@ def test_one_graph_holds_the_kernels(function, shapes, expected, held: Held) -> 
     found = launches(compiled_code(function, *shapes))
     missing = float(sum((Counter(expected) - found).values()) + sum((found - Counter(expected)).values()))
     held("triton: torch.compile, one graph, launches that differ", "code written by Inductor, sm_80", missing, 0)
+
+
+def test_kernels_are_launched_on_the_gpu_of_their_tensors() -> None:
+    """Which need not be the current one, the first."""
+    with (
+        pretended(),
+        FakeTensorMode(),
+        mock.patch.object(torch.cuda, "device_count", return_value=2),
+        mock.patch.object(torch.cuda, "device", return_value=contextlib.nullcontext()) as entered,
+    ):
+        for index, count in ((0, 0), (1, 4)):  # lse, and three passes over sums of derivatives
+            points, value = (torch.empty(1, 100, columns, device=f"cuda:{index}") for columns in (3, 4))
+            terms = PairTerms(value, value, points.new_empty(1, 100), by_column=True, num_values=3)
+            cloud = DeviceTiling(points)
+            device.attend(cloud, cloud, None, None, None)
+            device.differentiate(cloud, cloud, None, None, terms)
+            assert entered.mock_calls == [mock.call(torch.device("cuda:1"))] * count
 
 
 def test_fake_tensors_pass() -> None:

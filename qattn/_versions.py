@@ -5,7 +5,7 @@ import importlib
 
 import torch
 
-__all__ = ["__version__", "is_exporting", "why_no_flex", "why_not_importable"]
+__all__ = ["__version__", "is_exporting", "why_no_flex", "why_not_importable", "why_old_triton"]
 
 __version__ = "0.2.0"
 
@@ -13,6 +13,7 @@ _TORCH = tuple(int(number) for number in torch.__version__.split(".")[:2])
 # First version of torch whose FlexAttention serves, by device: on CUDA the one that returns an lse by `AuxRequest`, and
 # takes lists of blocks as they are; on a CPU the one whose kernel was tested.
 _FLEX = {"cpu": (2, 13), "cuda": (2, 9)}
+_TRITON = (3, 5)  # earlier ones do not multiply by blocks of eight channels, and 3.2 has no tuples
 
 
 def is_exporting() -> bool:
@@ -32,6 +33,18 @@ def why_no_flex(device: str) -> str | None:
     if least <= _TORCH:
         return None
     return f"needs torch {least[0]}.{least[1]} on {device}, and this is {torch.__version__}"
+
+
+def why_old_triton(version: str) -> str | None:
+    """Return the reason why a version of Triton cannot be used, or None.
+
+    Examples:
+        >>> why_old_triton("3.4.0")
+        'needs triton 3.5, which torch 2.9 brings along, and this is 3.4.0'
+    """
+    if tuple(int(number) for number in version.split(".")[:2]) >= _TRITON:
+        return None
+    return "needs triton {}.{}, which torch 2.9 brings along, and this is {}".format(*_TRITON, version)
 
 
 @functools.cache

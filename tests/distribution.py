@@ -5,6 +5,7 @@ They are left in `dist/` if all is well.
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,9 +17,10 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 # What the Makefile's targets read, and what says how to work on it.
 NEEDED = (
-    "Makefile", "constraints.txt", "mkdocs.yml", "pyproject.toml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md",
-    "SECURITY.md", "CITATION.cff", "LICENSE", "qattn/py.typed", "tests/conftest.py", "tests/matrix.py",
-    "benchmarks/all.py", "conformance/run.sh", "docs/tutorial.md", "docs/images/dirac.png", "examples/dirac.py",
+    "Makefile", "constraints.txt", "hatch_build.py", "mkdocs.yml", "pyproject.toml", "README.md", "CHANGELOG.md",
+    "CONTRIBUTING.md", "SECURITY.md", "CITATION.cff", "LICENSE", "qattn/py.typed", "tests/conftest.py",
+    "tests/matrix.py", "benchmarks/all.py", "conformance/run.sh", "docs/tutorial.md", "docs/images/dirac.png",
+    "examples/dirac.py",
 )  # fmt: skip
 MAX_MEGABYTES = {".whl": 1.0, ".gz": 20.0}
 USER = '''
@@ -73,6 +75,20 @@ def look_into(wheel: Path, sdist: Path) -> None:
         print(f"{file.name}: {megabytes:.2f} MB")
 
 
+def look_at_description(wheel: Path) -> None:
+    """Check that an index can show it: no pictures or links of the repository, and all sections of README."""
+    archive = zipfile.ZipFile(wheel)
+    (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+    text = archive.read(name).decode()
+    broken = [target for target in re.findall(r"\]\(([^)]*)\)", text) if not target.startswith(("http", "#"))]
+    assert not broken, broken
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    headings = re.findall(r"^#+ .*", readme, re.MULTILINE)
+    assert re.findall(r"^#+ .*", text, re.MULTILINE) == headings
+    assert "docs/versions.md" in readme  # a link, of which the text stays
+    assert "(what was run with what)" in text
+
+
 def use(wheel: Path, folder: Path) -> None:
     """Install the wheel with its core dependencies into an empty environment, and do there what README says."""
     run(sys.executable, "-m", "venv", folder / "venv")
@@ -104,13 +120,10 @@ def main() -> None:
         print(run(sys.executable, "-m", "twine", "check", "--strict", *first).strip())
         wheel, sdist = sorted(first, key=lambda file: file.suffix, reverse=True)
         look_into(wheel, sdist)
+        look_at_description(wheel)
         use(wheel, folder)
         shutil.rmtree(ROOT / "dist", ignore_errors=True)
         shutil.copytree(folder / "first", ROOT / "dist")
-    if "](docs/" in (ROOT / "README.md").read_text(encoding="utf-8"):
-        print(
-            "README has pictures and links that a package index does not show, until they have the repository's address"
-        )
 
 
 if __name__ == "__main__":

@@ -53,7 +53,9 @@ SETS = {
 
 
 def interpreter(version: str) -> str | None:
-    """Find Python of a version: on the PATH, or among those of pyenv."""
+    """Find Python of a version: the one that runs this, on the PATH, or among those of pyenv."""
+    if version == f"{sys.version_info.major}.{sys.version_info.minor}":
+        return sys.executable
     pyenv = os.environ.get("PYENV_ROOT", str(Path.home() / ".pyenv"))
     for path in (shutil.which(f"python{version}"), *glob.glob(f"{pyenv}/versions/{version}.*/bin/python")):
         if path and subprocess.run([path, "--version"], capture_output=True, check=False).returncode == 0:
@@ -166,6 +168,7 @@ def main() -> None:
         if python is None:
             print(f"{name}: not run, there is no Python {chosen.python} here", flush=True)
             write_row(name, [chosen.python, *[""] * len(LIBRARIES), f"not run: no Python {chosen.python} here", "", ""])
+            has_failed |= name in arguments.sets  # asked for by name
             continue
         print(f"{name}: installing", flush=True)
         start = time.monotonic()

@@ -1,6 +1,8 @@
 """Machine code on disk: found again, never exchanged, and never in the way; what is done before there is any."""
 
+import hashlib
 import os
+import pickle
 import subprocess
 import sys
 
@@ -101,6 +103,16 @@ def test_damaged_files_count_as_missing(damage, tmp_path):
     assert files.load("float32") == "code"
 
 
+@pytest.mark.parametrize("foreign", [b"", b"no pickle", b"ca_missing_module\nCode\n.", pickle.dumps("code")[:-1]])
+def test_whole_files_of_others_count_as_missing(foreign, tmp_path):
+    """The checksum is right, and what it is of cannot be loaded here."""
+    files = Files(tmp_path, "loop", "stamp")
+    files.save("float32", "code")
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(hashlib.sha256(foreign).digest() + foreign)
+    assert files.load("float32") is None
+
+
 def test_files_that_cannot_be_written_are_done_without(tmp_path):
     files = Files(tmp_path / "missing", "loop", "stamp")
     files.save("float32", "code")
@@ -109,11 +121,12 @@ def test_files_that_cannot_be_written_are_done_without(tmp_path):
 
 @pytest.fixture
 def _fresh():
-    cache.cache_folder.cache_clear()
-    cache._announce.cache_clear()
+    cached = cache.cache_folder, cache._announce, cache._tasks
+    for function in cached:
+        function.cache_clear()
     yield
-    cache.cache_folder.cache_clear()
-    cache._announce.cache_clear()
+    for function in cached:
+        function.cache_clear()
 
 
 @pytest.mark.usefixtures("_fresh")
@@ -151,6 +164,21 @@ def test_tasks_are_remembered_on_disk(tmp_path, monkeypatch):
     assert not cache.is_compiled("differentiate")
     monkeypatch.setattr(cache, "stamp", lambda: "another Numba")
     assert not cache.is_compiled("attend")
+
+
+@pytest.mark.usefixtures("_fresh")
+def test_processors_that_share_a_folder_remember_their_own_tasks(tmp_path, monkeypatch):
+    """Code is compiled for the instructions of one; what another notes does not remove it."""
+    monkeypatch.setattr(cache, "_folders", lambda: iter([(tmp_path, False)]))
+    monkeypatch.setattr(cache, "_remembered", set())
+    compiled = []
+    for processor in ("znver3", "skylake-avx512", "znver3"):
+        cache._tasks.cache_clear()
+        monkeypatch.setattr("llvmlite.binding.get_host_cpu_name", lambda processor=processor: processor)
+        compiled.append(cache.is_compiled("attend"))
+        cache.remember("attend")
+        cache._remembered.clear()  # as in another process
+    assert compiled == [False, False, True]
 
 
 @pytest.fixture

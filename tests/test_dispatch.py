@@ -13,6 +13,7 @@ from qattn.attention import dispatch, flash_attn, xformers
 from qattn.attention.dispatch import BACKENDS, ORDER, select
 from qattn.attention.inputs import Inputs
 from qattn.attention.score import gaussian
+from qattn.kernels.gaussian.tiles import SortedCloud, Tiles
 from qattn.lift import Extent
 from qattn.tiles import device as triton_device
 
@@ -73,6 +74,7 @@ def test_auto_on_a_gpu(gpu):
 
 
 @pytest.mark.usefixtures("_flex_everywhere")
+@pytest.mark.filterwarnings("ignore:Attention on a GPU is slower")
 def test_auto_on_a_gpu_without_triton(gpu):
     gpu(triton="triton is not installed")
     assert select(inputs(torch.float32, torch.float16, "cuda"), "auto").name == "flash_attn"
@@ -83,6 +85,22 @@ def test_auto_on_a_gpu_without_triton(gpu):
     assert select(inputs(device="cuda", tol=1e-7), "auto").name == "flex"
     gpu(packages=(), fmha="xformers is not installed", triton="triton is not installed")
     assert select(inputs(torch.float32, torch.float16, "cuda"), "auto").name == "sdpa"
+
+
+@pytest.mark.usefixtures("_flex_everywhere")
+def test_one_warning_says_that_triton_is_missing(gpu):
+    """For all pairs, and for near tiles; not where the GPU would be refused, or another backend is asked for."""
+    cloud = SortedCloud(torch.zeros(1, 64, 3, device="cpu"), torch.zeros(1, 64, dtype=torch.int64))
+    message = "slower, or less exact, without kernels of our own: triton is not installed"
+    for find in (lambda given: select(given, "auto").name, Tiles(cloud, cloud).not_supported_reasons):
+        dispatch._warn_of_slowness.cache_clear()
+        gpu(capability=(7, 5), triton="triton is not installed")
+        find(inputs(device="cuda"))
+        gpu(triton="triton is not installed")
+        select(inputs(device="cuda"), "sdpa")
+        with pytest.warns(UserWarning, match=message) as caught:
+            assert find(inputs(device="cuda")) == find(inputs(device="cuda"))
+        assert len(caught) == 1
 
 
 def reasons(name, given):

@@ -13,7 +13,7 @@ from qattn.cli import app
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
     """Take small problems, and hide the compiler from Flex, which would take most of the time."""
-    monkeypatch.setattr(doctor, "_LARGE", 256)
+    monkeypatch.setattr(doctor, "_LARGE", {"cpu": 256})
     monkeypatch.setattr(flex.shutil, "which", lambda name: None)
 
 

@@ -21,7 +21,7 @@ ROOT = Path(qattn.__file__).parent
 # Lowest first. A module may import modules of lower tiers and of its own, and there are no cycles.
 TIERS = {
     "foundation": (
-        "_types", "_versions", "_html", "_autocast", "_eager", "_warning", "_broadcasting", "_progress",
+        "_types", "_versions", "_devices", "_html", "_autocast", "_eager", "_warning", "_broadcasting", "_progress",
         "_vector_jacobian", "_checks", "_meshes", "_scipy", "attended", "lift", "ranks", "ragged", "distributed",
     ),
     "tiles": ("tiles",),

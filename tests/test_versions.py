@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import matrix
 import pytest
 import torch
 
@@ -142,3 +143,22 @@ def test_export_is_told_from_a_plain_call(monkeypatch):
     assert not _versions.is_exporting()
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert _versions.is_exporting()
+
+
+def test_the_matrix_finds_the_python_that_runs_it(monkeypatch):
+    """Which has no name with its version on Windows."""
+    monkeypatch.setenv("PATH", "")
+    assert matrix.interpreter(f"{sys.version_info.major}.{sys.version_info.minor}") == sys.executable
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["oldest"], 1), ([], 0)])
+def test_the_matrix_fails_if_what_it_is_asked_for_does_not_run(arguments, code, monkeypatch, capsys):
+    rows = []
+    monkeypatch.setattr(matrix, "interpreter", lambda version: None)
+    monkeypatch.setattr(matrix, "write_row", lambda name, cells: rows.append(name))
+    monkeypatch.setattr(sys, "argv", ["matrix.py", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        matrix.main()
+    assert int(ended.value.code) == code
+    assert rows == (arguments or list(matrix.SETS))
+    assert "oldest: not run, there is no Python 3.10 here" in capsys.readouterr().out

@@ -17,10 +17,11 @@ from qattn.attention.sdpa import Sdpa
 from qattn.attention.triton import Triton
 from qattn.attention.xformers import Xformers
 from qattn.lift import Extent
+from qattn.tiles import device
 from qattn.tiles.compiled import why_not_compiled
 from qattn.tiles.tiling import Tiling
 
-__all__ = ["BACKENDS", "ORDER", "Dispatch", "select"]
+__all__ = ["BACKENDS", "ORDER", "Dispatch", "reasons_against", "select"]
 
 BACKENDS: dict[str, Backend] = {
     backend.name: backend for backend in (Native(), Triton(), FlashAttn(), Sdpa(), Xformers(), Flex(), Reference())
@@ -35,6 +36,10 @@ ORDER: dict[str, tuple[str, ...]] = {
     "cuda, 16 bits": ("flash_attn", "triton", "sdpa", "xformers", "flex", "reference"),
     "other": ("sdpa", "reference"),
 }
+_SLOWER = {
+    "native": "Attention takes two to four times as long without compiled loops: {}.",
+    "triton": "Attention on a GPU is slower, or less exact, without kernels of our own: {}.",
+}
 
 
 def select(inputs: Inputs, name: str) -> Backend:
@@ -47,12 +52,24 @@ def select(inputs: Inputs, name: str) -> Backend:
         raise ValueError(f'`backend` should be "auto" or one of {", ".join(BACKENDS)}; got {name!r}.')
     candidates = _order(inputs) if name == "auto" else (name,)
     for candidate in candidates:
-        reasons = BACKENDS[candidate].not_supported_reasons(inputs)
-        if not reasons:
+        if not reasons_against(candidate, inputs, is_asked_for=name != "auto"):
             return BACKENDS[candidate]
-        if candidate == "native" and reasons == [why_not_compiled()]:
-            _warn_of_slowness(reasons[0])
     raise NotImplementedError(_message(inputs, name))
+
+
+def reasons_against(name: str, inputs: Inputs, is_asked_for: bool = False) -> list[str]:
+    """Return the reasons of a backend against inputs. Warn once, unless it is asked for, if it is only missing."""
+    reasons = BACKENDS[name].not_supported_reasons(inputs)
+    if not is_asked_for and reasons == [_why_missing(name)]:
+        _warn_of_slowness(_SLOWER[name].format(*reasons))
+    return reasons
+
+
+def _why_missing(name: str) -> str | None:
+    """Return why a backend of our own is missing on this machine, or None."""
+    if name == "native":
+        return why_not_compiled()
+    return device.why_not_installed() if name == "triton" else None
 
 
 def _order(inputs: Inputs) -> tuple[str, ...]:
@@ -62,8 +79,8 @@ def _order(inputs: Inputs) -> tuple[str, ...]:
 
 
 @cache  # once for each reason
-def _warn_of_slowness(reason: str) -> None:
-    warn_caller(f"Attention takes two to four times as long without compiled loops: {reason}.")
+def _warn_of_slowness(message: str) -> None:
+    warn_caller(message)
 
 
 class Dispatch(Engine, Fused):

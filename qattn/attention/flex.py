@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from qattn._devices import on_gpu_of
 from qattn._versions import why_no_flex
 from qattn.attended import Attended
 from qattn.attention.engine import Backend
@@ -161,7 +162,8 @@ def _cuda(inputs: Inputs) -> Attended:
     kernel: dict[str, object] = {"FLOAT32_PRECISION": "'ieee'"}
     if inputs.blocks is not None:  # the kernel's own blocks must divide those of the lists
         kernel |= {"BLOCK_M": inputs.blocks.size, "BLOCK_N": inputs.blocks.size}
-    out, aux = _flex(inputs, value, None, inputs.blocks, return_aux=AuxRequest(lse=True), kernel_options=kernel)
+    with on_gpu_of(value):
+        out, aux = _flex(inputs, value, None, inputs.blocks, return_aux=AuxRequest(lse=True), kernel_options=kernel)
     if inputs.value is None:
         return Attended(None, aux.lse[:, 0])
     return Attended(out[:, 0, :, : inputs.channels].to(inputs.value.dtype), aux.lse[:, 0])

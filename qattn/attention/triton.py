@@ -16,10 +16,19 @@ from qattn.attention.tensor_cores import is_lift_exact
 from qattn.tiles import device
 from qattn.tiles.device import DIMENSIONS, DeviceTiling
 
-__all__ = ["AMD", "Triton"]
+__all__ = ["AMD", "Triton", "why_not_this_gpu"]
 
 AMD = ("gfx90a", "gfx942", "gfx950")  # for which `make conformance` compiles the kernels
 _MAX_POINTS = 2**26  # rows of up to 32 channels that 32-bit offsets reach
+
+
+def why_not_this_gpu(device: torch.device) -> str | None:
+    """Return the reason why the kernels do not run on a model of GPU, or None."""
+    if torch.version.hip is not None:
+        name = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+        return None if name in AMD else f"of AMD it takes {', '.join(AMD)}, this GPU is {name}"
+    capability = torch.cuda.get_device_capability(device)
+    return None if capability >= (8, 0) else "it needs compute capability 8.0, this GPU has {}.{}".format(*capability)
 
 
 class Triton(Backend, Fused):
@@ -37,12 +46,8 @@ class Triton(Backend, Fused):
         if reason := device.why_not_installed():
             reasons.append(reason)
         if inputs.device.type == "cuda":
-            if torch.version.hip is not None:
-                name = torch.cuda.get_device_properties(inputs.device).gcnArchName.split(":")[0]
-                if name not in AMD:
-                    reasons.append(f"of AMD it takes {', '.join(AMD)}, this GPU is {name}")
-            elif (capability := torch.cuda.get_device_capability(inputs.device)) < (8, 0):
-                reasons.append("it needs compute capability 8.0, this GPU has {}.{}".format(*capability))
+            if reason := why_not_this_gpu(inputs.device):
+                reasons.append(reason)
         elif not (inputs.device.type == "cpu" and device.is_interpreted()):
             reasons.append(f"device is {inputs.device.type} (takes cuda)")
         if inputs.dtype == torch.float64:

@@ -51,7 +51,7 @@ def _rows(reports: list[BackendReport]) -> list[list[str]]:
     rows = []
     for report in usable:
         dtype = dtype_name(report.dtype)
-        numbers = [f"{report.lse_error:.0e}", f"{report.out_error:.0e}", f"{report.lse_ns:.2f}", f"{report.out_ns:.2f}"]
+        numbers = [f"{report.lse_error:.0e}", f"{report.out_error:.0e}", f"{report.lse_ns:.3g}", f"{report.out_ns:.3g}"]
         remark = "" if report.is_exact else f"[red]error above its tolerance of {report.tolerance:.0e}[/]"
         rows.append([report.name, dtype, "[green]yes[/]", *numbers, remark])
     return rows

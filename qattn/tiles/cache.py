@@ -33,13 +33,23 @@ def remember(task: str) -> None:
     if (path := _memo(task)) is not None:
         with suppress(OSError):
             path.touch()
-        _remove_others(path.parent, f"tasks.{sys.implementation.cache_tag}", _digest(stamp()))
+        _remove_others(path.parent, _tasks(), _digest(stamp()))
 
 
 def _memo(task: str) -> Path | None:
     folder = cache_folder()
-    name = f"tasks.{sys.implementation.cache_tag}.{_digest(stamp())}.{task}"
-    return None if folder is None else folder / name
+    return None if folder is None else folder / f"{_tasks()}.{_digest(stamp())}.{task}"
+
+
+@functools.cache
+def _tasks() -> str:
+    """Return the name of notes of this Python on this processor, for which code is compiled. Others may share a home.
+
+    Code itself is kept by Numba's key, which has the processor.
+    """
+    from llvmlite.binding import get_host_cpu_name  # here, because Numba may be missing
+
+    return f"tasks.{sys.implementation.cache_tag}.{get_host_cpu_name()}"
 
 
 @functools.cache
@@ -119,7 +129,8 @@ class Files:
         except OSError:
             content = b""
         if hashlib.sha256(content[_SUM:]).digest() == content[:_SUM]:
-            return pickle.loads(content[_SUM:])
+            with suppress(Exception):  # whole, but not of these versions: what it names may be missing, or fail
+                return pickle.loads(content[_SUM:])
         _announce()  # Numba compiles what is not found
         return None
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from qattn._versions import why_old_triton
 from qattn.attended import Attended, Derivatives, PairSums, PairTerms
 from qattn.lift import Lifted, split, split_lift
 from qattn.tiles.gaussian import excess
@@ -34,12 +35,13 @@ __all__ = [
 ]
 
 DIMENSIONS = 16  # largest dimension: coordinates of a block are held in registers
-_TRITON = (3, 5)  # earlier ones do not multiply by blocks of eight channels, and 3.2 has no tuples
 _SMALLEST = 2.0**-126  # smaller weights are 0
 _SUMMED = 16  # channels of a product R_i · S_j that are summed at a time
 LIFTED_WEIGHT = 2.0**-17  # rounding of weights by lifted points, where they multiply values
 _PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}  # parts of bfloat16 that hold values
 _MARGIN = 1.5  # memory for lists, relative to the longest list of the first pass
+_MEMORY = 2**30  # bytes for lists: enough for all tiles of a million points
+_PLACES = 16  # of which lists have a multiple, for which kernels are compiled
 
 
 @functools.cache
@@ -52,8 +54,8 @@ def why_not_installed() -> str | None:
         version = importlib.import_module("triton").__version__
     except (ImportError, OSError) as error:
         return f"triton is installed, but does not import ({type(error).__name__}: {error})"
-    if tuple(int(number) for number in version.split(".")[:2]) < _TRITON:
-        return "needs triton {}.{}, which torch 2.9 brings along, and this is {}".format(*_TRITON, version)
+    if reason := why_old_triton(version):
+        return reason
     if torch.cuda.is_available() and not is_interpreted():
         return _why_no_driver()
     return None
@@ -116,7 +118,8 @@ class DeviceTiling:
     def rows(self, x: Tensor, fill: float = 0.0) -> Tensor:
         """Sort x (B, N) or (B, N, C) into tiles, (B, T · TILE[, C]), with a number to fill the last tile."""
         missing = (0, self.padded - self.size)
-        return pad(self._sorted(x), missing if x.ndim == 2 else (0, 0, *missing), value=fill)
+        padded = pad(self._sorted(x), missing if x.ndim == 2 else (0, 0, *missing), value=fill)
+        return padded.contiguous()  # which it is not if nothing is missing, and x is transposed
 
     def from_rows(self, x: Tensor) -> Tensor:
         """Undo `rows`."""
@@ -144,7 +147,7 @@ class Cutoff(NamedTuple):
     Attributes:
         tol: Fraction of the sum of a row that may be left out.
         widths: Memory for the list of a tile, in tiles, by the cloud that attends. The first pass measures it. If a
-            list is longer later, its tile attends to all keys.
+            list is longer, its tile attends to all keys.
     """
 
     tol: float
@@ -328,9 +331,9 @@ def _near_tiles(
         return _Lists(counts, lists)
 
     if query not in cutoff.widths:
-        longest = int(_MARGIN * int(listed(1).counts.amax()))  # type: ignore[union-attr]
-        # Few different widths, as kernels are compiled for each.
-        cutoff.widths[query] = min(1 << (key.tiles - 1).bit_length(), 1 << max(0, longest - 1).bit_length())
+        longest = int(listed(_PLACES).counts.amax())  # type: ignore[union-attr]
+        width = min(math.ceil(_MARGIN * longest), key.tiles, _MEMORY // (counts.element_size() * counts.numel()))
+        cutoff.widths[query] = _PLACES * max(1, -(-width // _PLACES))
     return listed(cutoff.widths[query])
 
 

@@ -79,7 +79,7 @@ class Tiles(Engine, Fused):
             return self._backend
         if inputs.device.type == "cpu":
             return "native"
-        return "flex" if dispatch.BACKENDS["triton"].not_supported_reasons(inputs) else "triton"
+        return "flex" if dispatch.reasons_against("triton", inputs) else "triton"
 
     def not_supported_reasons(self, inputs: Inputs) -> list[str]:
         reasons = []
@@ -103,9 +103,7 @@ class Tiles(Engine, Fused):
         backend = self._backend_for(inputs)
         if backend == "triton":
             on_query, on_key, cutoff = self._on_device(inputs)
-            is_lifted = self._is_lifted(
-                inputs, len(inputs.query) * on_query.padded * self._widths.get(on_query, 0) * TILE
-            )
+            is_lifted = self._is_lifted(inputs, on_query, on_key)
             if is_lifted:
                 cutoff = cutoff._replace(tol=0.5 * cutoff.tol)
             return device.attend(on_query, on_key, inputs.sigma, inputs.value, inputs.bias, cutoff, is_lifted)
@@ -130,12 +128,16 @@ class Tiles(Engine, Fused):
         out, lse = select(ordered, "flex").attend(ordered)
         return Attended(None if out is None else query.unsort(out), query.unsort(lse))
 
-    def _is_lifted(self, inputs: Inputs, num_pairs: int) -> bool:
-        """Return whether half of the tolerance suffices for a lift; its points are measured once."""
+    def _is_lifted(self, inputs: Inputs, query: DeviceTiling, key: DeviceTiling) -> bool:
+        """Return whether tensor cores serve: a lift pays off for the near pairs, and half of the tolerance suffices.
+
+        How many are near is known after the first pass, which waits. It measures the points too, if they may be many.
+        """
         inputs = replace(inputs, tol=0.5 * inputs.tol, known_extent=self._extent, bias_growth=2.0)
-        is_lifted = is_lift_exact(inputs, num_pairs)
+        near_tiles = min(key.tiles, self._widths.get(query, key.tiles))
+        is_lifted = is_lift_exact(inputs, query.clouds * query.padded * near_tiles * TILE)
         self._extent = inputs.measured_extent
-        return is_lifted
+        return is_lifted and query in self._widths
 
     def _is_due(self, inputs: Inputs, name: str, passes: float) -> bool:
         """Return whether to call the loops instead of so many passes of plain torch; always if asked for by name."""

@@ -31,8 +31,8 @@ def _decays(low, high, keys, key_tiles, j, is_key, scale, DIMS: tl.constexpr):
 
 @triton.jit
 def list_near_tiles(
-    queries, keys, floors, tops, sums, scales, counts, lists, log_tol, query_tiles, key_tiles,
-    DIMS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    queries, keys, floors, tops, sums, scales, counts, lists, width, log_tol, query_tiles, key_tiles,
+    DIMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the number of key tiles that matter to a query tile, and as many of their indices as fit its list.
 
@@ -68,12 +68,12 @@ def list_near_tiles(
     least = floor + tl.log2(tl.maximum(tl.sum(total, 0), 1.0)) + log_tol - shares
 
     count = 0
-    lists += program.to(tl.int64) * WIDTH
+    lists += program.to(tl.int64) * width
     for start in range(0, key_tiles, BLOCK):
         j = start + tl.arange(0, BLOCK)
         gap, _ = _decays(low, high, keys, key_tiles, j, j < key_tiles, scale, DIMS)
         is_near = (tl.load(tops + j, mask=j < key_tiles, other=-float("inf")) - gap > least).to(tl.int32)
         index = count + tl.cumsum(is_near, 0) - 1
-        tl.store(lists + index, j, mask=(is_near > 0) & (index < WIDTH))
+        tl.store(lists + index, j, mask=(is_near > 0) & (index < width))
         count += tl.sum(is_near, 0)
     tl.store(counts + program, count)

@@ -10,6 +10,8 @@ the tiles of a list. If a list is longer than the memory for it, it walks over a
 Weights are first summed relative to the largest bias of the cloud, which needs no running maximum. Rows whose sum is
 near the smallest float are computed again relative to their own largest exponent.
 
+Lists of tiles have `width` places each. It is no constant, so that kernels are compiled once for all lists.
+
 Tensor cores multiply weights and values. They take 11 bits of a factor, so both are split into a large part and a rest,
 and all products but that of the rests are added: 22 bits. They also truncate sums, so that every block starts from 0.
 The matrix cores of AMD take float32.
@@ -53,21 +55,21 @@ def _coordinates(points, size, index, DIMS: tl.constexpr):
 
 
 @triton.jit
-def _num_keys(counts, tile, key_size, WIDTH: tl.constexpr):
+def _num_keys(counts, tile, key_size, width):
     """Count the keys of a query tile."""
     if counts is not None:
         count = tl.load(counts + tile)
-        key_size = tl.where(count <= WIDTH, count * TILE, key_size)
+        key_size = tl.where(count <= width, count * TILE, key_size)
     return key_size
 
 
 @triton.jit
-def _block(lists, tile, start, num_keys, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+def _block(lists, width, tile, start, num_keys, COLUMNS: tl.constexpr):
     """Return the indices of the keys of a block, the start-th of its list and the following ones."""
     if lists is not None:
         place = start // TILE
-        listed = tl.load(lists + tile.to(tl.int64) * WIDTH + tl.minimum(place, WIDTH - 1))
-        start += tl.where(num_keys <= WIDTH * TILE, listed - place, 0) * TILE
+        listed = tl.load(lists + tile.to(tl.int64) * width + tl.minimum(place, width - 1))
+        start += tl.where(num_keys <= width * TILE, listed - place, 0) * TILE
     return start + tl.arange(0, COLUMNS)
 
 
@@ -85,13 +87,13 @@ def _exponent(query, shift, keys, beta, key_size, j, DIMS: tl.constexpr):
 
 @triton.jit
 def _largest(
-    query, keys, beta, key_size, lists, tile, num_keys,
-    DIMS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    query, keys, beta, key_size, lists, width, tile, num_keys,
+    DIMS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Compute the largest exponent of each row, 0 for rows without keys."""
     largest = tl.full((ROWS, COLUMNS), -float("inf"), tl.float32)
     for start in range(0, num_keys, COLUMNS):
-        j = _block(lists, tile, start, num_keys, WIDTH, COLUMNS)
+        j = _block(lists, width, tile, start, num_keys, COLUMNS)
         largest = tl.maximum(largest, _exponent(query, None, keys, beta, key_size, j, DIMS))
     top = tl.max(largest, 1)
     return tl.where(top == -float("inf"), 0.0, top)
@@ -99,13 +101,13 @@ def _largest(
 
 @triton.jit
 def _sum(
-    query, shift, scale, keys, beta, key_size, lists, tile, num_keys,
-    DIMS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    query, shift, scale, keys, beta, key_size, lists, width, tile, num_keys,
+    DIMS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Sum the weights of each row. Sums cross lanes once, after the loop."""
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, num_keys, COLUMNS):
-        j = _block(lists, tile, start, num_keys, WIDTH, COLUMNS)
+        j = _block(lists, width, tile, start, num_keys, COLUMNS)
         total += tl.exp2(scale * _exponent(query, shift, keys, beta, key_size, j, DIMS))
     return tl.sum(total, 1)
 
@@ -135,16 +137,15 @@ def _product(a, b, PRODUCTS: tl.constexpr):
 
 @triton.jit
 def _sum_values(
-    query, shift, scale, keys, beta, key_size, values, one, lists, tile, num_keys,
-    DIMS: tl.constexpr, CHANNELS: tl.constexpr, PRODUCTS: tl.constexpr, WIDTH: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    query, shift, scale, keys, beta, key_size, values, one, lists, width, tile, num_keys,
+    DIMS: tl.constexpr, CHANNELS: tl.constexpr, PRODUCTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Sum the weights of each row, and the weighted values."""
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     sums = tl.zeros((ROWS, CHANNELS), tl.float32)
     c = tl.arange(0, CHANNELS)
     for start in range(0, num_keys, COLUMNS):
-        j = _block(lists, tile, start, num_keys, WIDTH, COLUMNS)
+        j = _block(lists, width, tile, start, num_keys, COLUMNS)
         weights = tl.exp2(scale * _exponent(query, shift, keys, beta, key_size, j, DIMS))
         total += weights
         value = tl.load(values + j[:, None] * CHANNELS + c[None, :]).to(tl.float32)
@@ -163,19 +164,19 @@ def _place(query_size, ROWS: tl.constexpr):
 
 @triton.jit
 def sum_blocks(
-    query, keys, beta, scales, tops, counts, lists, lse, tiny, query_size, key_size,
-    DIMS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    query, keys, beta, scales, tops, counts, lists, width, lse, tiny, query_size, key_size,
+    DIMS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Compute lse (B, N) for query (B, d, N), keys (B, d, M), beta (B, M), scales and tops (B)."""
     cloud, i, tile = _place(query_size, ROWS)
     keys, beta = keys + cloud * DIMS * key_size, beta + cloud * key_size
     q, scale = _coordinates(query + cloud * DIMS * query_size, query_size, i, DIMS), tl.load(scales + cloud)
-    num_keys = _num_keys(counts, tile, key_size, WIDTH)
-    total = _sum(q, None, scale, keys, beta, key_size, lists, tile, num_keys, DIMS, WIDTH, ROWS, COLUMNS)
+    num_keys = _num_keys(counts, tile, key_size, width)
+    total = _sum(q, None, scale, keys, beta, key_size, lists, width, tile, num_keys, DIMS, ROWS, COLUMNS)
     shift = tl.zeros((ROWS,), tl.float32)
     if tl.min(total, 0) < tiny:
-        shift = _largest(q, keys, beta, key_size, lists, tile, num_keys, DIMS, WIDTH, ROWS, COLUMNS)
-        total = _sum(q, shift, scale, keys, beta, key_size, lists, tile, num_keys, DIMS, WIDTH, ROWS, COLUMNS)
+        shift = _largest(q, keys, beta, key_size, lists, width, tile, num_keys, DIMS, ROWS, COLUMNS)
+        total = _sum(q, shift, scale, keys, beta, key_size, lists, width, tile, num_keys, DIMS, ROWS, COLUMNS)
     tl.store(lse + cloud * query_size + i, (tl.log2(total) + scale * shift) * LOG_2 + tl.load(tops + cloud))
 
 
@@ -195,9 +196,9 @@ def _exp2(x):
 
 @triton.jit
 def sum_lifted_blocks(
-    lifted_query, lifted_keys, constants, query, keys, beta, scales, tops, counts, lists, lse, tiny,
+    lifted_query, lifted_keys, constants, query, keys, beta, scales, tops, counts, lists, width, lse, tiny,
     query_size, key_size,
-    DIMS: tl.constexpr, LIFTED: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DIMS: tl.constexpr, LIFTED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Compute lse as `sum_blocks`, with exponents q̃_i · k̃_j + r_i by tensor cores.
 
@@ -206,13 +207,13 @@ def sum_lifted_blocks(
     those that compute exp2 are the busiest. Rows that underflow are computed again from differences.
     """
     cloud, i, tile = _place(query_size, ROWS)
-    e, num_keys = tl.arange(0, LIFTED), _num_keys(counts, tile, key_size, WIDTH)
+    e, num_keys = tl.arange(0, LIFTED), _num_keys(counts, tile, key_size, width)
     q = tl.load(lifted_query + (cloud * query_size + i)[:, None] * LIFTED + e[None, :])
     lifted_keys += cloud * key_size * LIFTED
     blocks = tl.zeros((ROWS, COLUMNS), tl.float32)
     first = blocks + tl.load(constants + cloud * query_size + i)[:, None]
     for start in range(0, num_keys, TILE):
-        j = _block(lists, tile, start, num_keys, WIDTH, COLUMNS)
+        j = _block(lists, width, tile, start, num_keys, COLUMNS)
         for n in tl.static_range(TILE // COLUMNS):
             k = tl.load(lifted_keys + (n * COLUMNS + j)[None, :] * LIFTED + e[:, None])
             s = tl.dot(q, k, first)
@@ -222,16 +223,15 @@ def sum_lifted_blocks(
     if tl.min(total, 0) < tiny:
         keys, beta = keys + cloud * DIMS * key_size, beta + cloud * key_size
         x = _coordinates(query + cloud * DIMS * query_size, query_size, i, DIMS)
-        shift = _largest(x, keys, beta, key_size, lists, tile, num_keys, DIMS, WIDTH, ROWS, AGAIN)
-        total = _sum(x, shift, scale, keys, beta, key_size, lists, tile, num_keys, DIMS, WIDTH, ROWS, AGAIN)
+        shift = _largest(x, keys, beta, key_size, lists, width, tile, num_keys, DIMS, ROWS, AGAIN)
+        total = _sum(x, shift, scale, keys, beta, key_size, lists, width, tile, num_keys, DIMS, ROWS, AGAIN)
     tl.store(lse + cloud * query_size + i, (tl.log2(total) + scale * shift) * LOG_2 + tl.load(tops + cloud))
 
 
 @triton.jit
 def attend_blocks(
-    query, keys, beta, scales, tops, values, one, counts, lists, lse, out, tiny, clouds, query_size, key_size,
-    DIMS: tl.constexpr, CHANNELS: tl.constexpr, PRODUCTS: tl.constexpr, WIDTH: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    query, keys, beta, scales, tops, values, one, counts, lists, width, lse, out, tiny, clouds, query_size, key_size,
+    DIMS: tl.constexpr, CHANNELS: tl.constexpr, PRODUCTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Compute lse as `sum_blocks`, and out (chunks, B, N, C) for values (chunks, B, M, C)."""
     cloud, i, tile = _place(query_size, ROWS)
@@ -239,17 +239,17 @@ def attend_blocks(
     chunk = tl.program_id(1).to(tl.int64) * clouds + cloud
     values, out = values + chunk * key_size * CHANNELS, out + chunk * query_size * CHANNELS
     q, scale = _coordinates(query + cloud * DIMS * query_size, query_size, i, DIMS), tl.load(scales + cloud)
-    num_keys = _num_keys(counts, tile, key_size, WIDTH)
+    num_keys = _num_keys(counts, tile, key_size, width)
     total, sums = _sum_values(
-        q, None, scale, keys, beta, key_size, values, one, lists, tile, num_keys,
-        DIMS, CHANNELS, PRODUCTS, WIDTH, ROWS, COLUMNS,
+        q, None, scale, keys, beta, key_size, values, one, lists, width, tile, num_keys,
+        DIMS, CHANNELS, PRODUCTS, ROWS, COLUMNS,
     )  # fmt: skip
     shift = tl.zeros((ROWS,), tl.float32)
     if tl.min(total, 0) < tiny:
-        shift = _largest(q, keys, beta, key_size, lists, tile, num_keys, DIMS, WIDTH, ROWS, COLUMNS)
+        shift = _largest(q, keys, beta, key_size, lists, width, tile, num_keys, DIMS, ROWS, COLUMNS)
         total, sums = _sum_values(
-            q, shift, scale, keys, beta, key_size, values, one, lists, tile, num_keys,
-            DIMS, CHANNELS, PRODUCTS, WIDTH, ROWS, COLUMNS,
+            q, shift, scale, keys, beta, key_size, values, one, lists, width, tile, num_keys,
+            DIMS, CHANNELS, PRODUCTS, ROWS, COLUMNS,
         )  # fmt: skip
     if tl.program_id(1) == 0:
         tl.store(lse + cloud * query_size + i, (tl.log2(total) + scale * shift) * LOG_2 + tl.load(tops + cloud))
@@ -277,9 +277,9 @@ def _add_values(
 
 @triton.jit
 def attend_lifted_blocks(
-    lifted_query, lifted_keys, constants, query, keys, beta, scales, tops, parts, one, counts, lists, lse, out,
+    lifted_query, lifted_keys, constants, query, keys, beta, scales, tops, parts, one, counts, lists, width, lse, out,
     tiny, clouds, query_size, key_size,
-    DIMS: tl.constexpr, LIFTED: tl.constexpr, CHANNELS: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
+    DIMS: tl.constexpr, LIFTED: tl.constexpr, CHANNELS: tl.constexpr, PARTS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Compute lse and out as `attend_blocks`, with exponents as `sum_lifted_blocks` and weights of 16 bits.
@@ -290,14 +290,14 @@ def attend_lifted_blocks(
     cloud, i, tile = _place(query_size, ROWS)
     chunk, size = tl.program_id(1).to(tl.int64) * clouds + cloud, key_size.to(tl.int64) * CHANNELS
     parts, out = parts + chunk * PARTS * size, out + chunk * query_size * CHANNELS
-    e, num_keys = tl.arange(0, LIFTED), _num_keys(counts, tile, key_size, WIDTH)
+    e, num_keys = tl.arange(0, LIFTED), _num_keys(counts, tile, key_size, width)
     lifted = tl.load(lifted_query + (cloud * query_size + i)[:, None] * LIFTED + e[None, :])
     lifted_keys += cloud * key_size * LIFTED
     blocks = tl.zeros((ROWS, COLUMNS), tl.float32)
     sums = tl.zeros((ROWS, CHANNELS), tl.float32)
     first = blocks + tl.load(constants + cloud * query_size + i)[:, None]
     for start in range(0, num_keys, COLUMNS):
-        j = _block(lists, tile, start, num_keys, WIDTH, COLUMNS)
+        j = _block(lists, width, tile, start, num_keys, COLUMNS)
         weights = tl.exp2(tl.dot(lifted, tl.load(lifted_keys + j[None, :] * LIFTED + e[:, None]), first))
         blocks, sums = _add_values(blocks, sums, weights, parts, size, one, j, CHANNELS, PARTS, ROWS)
     total = tl.sum(blocks, 1)
@@ -305,11 +305,11 @@ def attend_lifted_blocks(
     if tl.min(total, 0) < tiny:
         keys, beta = keys + cloud * DIMS * key_size, beta + cloud * key_size
         x = _coordinates(query + cloud * DIMS * query_size, query_size, i, DIMS)
-        shift = _largest(x, keys, beta, key_size, lists, tile, num_keys, DIMS, WIDTH, ROWS, VALUES_AGAIN)
+        shift = _largest(x, keys, beta, key_size, lists, width, tile, num_keys, DIMS, ROWS, VALUES_AGAIN)
         again = tl.zeros((ROWS, VALUES_AGAIN), tl.float32)
         sums = tl.zeros((ROWS, CHANNELS), tl.float32)
         for start in range(0, num_keys, VALUES_AGAIN):
-            j = _block(lists, tile, start, num_keys, WIDTH, VALUES_AGAIN)
+            j = _block(lists, width, tile, start, num_keys, VALUES_AGAIN)
             weights = tl.exp2(scale * _exponent(x, shift, keys, beta, key_size, j, DIMS))
             again, sums = _add_values(again, sums, weights, parts, size, one, j, CHANNELS, PARTS, ROWS)
         total = tl.sum(again, 1)
@@ -320,9 +320,8 @@ def attend_lifted_blocks(
 
 @triton.jit
 def sum_values(
-    query, shifts, keys, beta, scales, values, one, counts, lists, out, clouds, query_size, key_size,
-    DIMS: tl.constexpr, CHANNELS: tl.constexpr, PRODUCTS: tl.constexpr, WIDTH: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    query, shifts, keys, beta, scales, values, one, counts, lists, width, out, clouds, query_size, key_size,
+    DIMS: tl.constexpr, CHANNELS: tl.constexpr, PRODUCTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Compute Σ_j 2^(c (β_j − ‖q_i − k_j‖² − shift_i)) v_j, (chunks, B, N, C), for shifts (B, N)."""
     cloud, i, tile = _place(query_size, ROWS)
@@ -330,19 +329,19 @@ def sum_values(
     chunk = tl.program_id(1).to(tl.int64) * clouds + cloud
     values, out = values + chunk * key_size * CHANNELS, out + chunk * query_size * CHANNELS
     q, scale = _coordinates(query + cloud * DIMS * query_size, query_size, i, DIMS), tl.load(scales + cloud)
-    num_keys = _num_keys(counts, tile, key_size, WIDTH)
+    num_keys = _num_keys(counts, tile, key_size, width)
     _, sums = _sum_values(
-        q, tl.load(shifts + cloud * query_size + i), scale, keys, beta, key_size, values, one, lists, tile, num_keys,
-        DIMS, CHANNELS, PRODUCTS, WIDTH, ROWS, COLUMNS,
+        q, tl.load(shifts + cloud * query_size + i), scale, keys, beta, key_size, values, one, lists, width, tile,
+        num_keys, DIMS, CHANNELS, PRODUCTS, ROWS, COLUMNS,
     )  # fmt: skip
     tl.store(out + i[:, None] * CHANNELS + tl.arange(0, CHANNELS)[None, :], sums)
 
 
 @triton.jit
 def differentiate_blocks(
-    query, shifts, keys, beta, scales, rows, columns, counts, lists, sums, clouds, query_size, key_size,
-    DIMS: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, CHUNKS: tl.constexpr, CHANNELS: tl.constexpr,
-    PRODUCTS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    query, shifts, keys, beta, scales, rows, columns, counts, lists, width, sums, chunks, clouds, query_size, key_size,
+    DIMS: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, CHANNELS: tl.constexpr, PRODUCTS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Compute Σ_j s̄_ij (1, ‖k_j − q_i‖², k_j − q_i), s̄_ij = 2^(c (β_j − ‖q_i − k_j‖² − shift_i)) R_i · S_j.
 
@@ -353,7 +352,7 @@ def differentiate_blocks(
     keys, beta = keys + cloud * DIMS * key_size, beta + cloud * key_size
     q, scale = _coordinates(query + cloud * DIMS * query_size, query_size, i, DIMS), tl.load(scales + cloud)
     shift = tl.load(shifts + cloud * query_size + i)
-    num_keys = _num_keys(counts, tile, key_size, WIDTH)
+    num_keys = _num_keys(counts, tile, key_size, width)
     c = tl.arange(0, CHANNELS)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     second = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -361,9 +360,9 @@ def differentiate_blocks(
     for _ in tl.static_range(LAST - FIRST):
         first = first + (tl.zeros((ROWS, COLUMNS), tl.float32),)
     for start in range(0, num_keys, COLUMNS):
-        j = _block(lists, tile, start, num_keys, WIDTH, COLUMNS)
+        j = _block(lists, width, tile, start, num_keys, COLUMNS)
         cotangent = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for n in tl.static_range(CHUNKS):
+        for n in range(chunks):
             chunk = n * clouds + cloud
             r = tl.load(rows + (chunk * query_size + i)[:, None] * CHANNELS + c[None, :])
             s = tl.load(columns + (chunk * key_size + j)[None, :] * CHANNELS + c[:, None])

@@ -1,7 +1,7 @@
 """The kernels as operators of torch, which write to tensors that are given to them.
 
 `torch.compile` and `torch.export` see through these operators to the kernels, and fake tensors pass them. Constants
-follow from shapes: those of blocks are chosen so that no register spills in up to eight dimensions.
+follow from shapes: those of blocks are chosen so that no register spills.
 """
 
 from typing import Any
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.library import triton_op, wrap_triton
 from triton import JITFunction
 
+from qattn._devices import on_gpu_of
 from qattn.tiles.gpu.cutoff import list_near_tiles as _list_near_tiles
 from qattn.tiles.gpu.gaussian import attend_blocks as _attend_blocks
 from qattn.tiles.gpu.gaussian import attend_lifted_blocks as _attend_lifted_blocks
@@ -36,15 +37,25 @@ _COMPARED = 128  # tiles that are compared at a time
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], num_warps: int, *arguments: Any, **constants: Any) -> None:
-    """Launch a kernel. Loads of the next block would take registers that sums need, so loops are not pipelined."""
+    """Launch a kernel. Loads of the next block would take registers that sums need, so loops are not pipelined.
+
+    Kernels know shapes and no strides. Triton launches on the current GPU, which need not be that of the tensors.
+    """
+    tensors = [x for x in arguments if isinstance(x, Tensor)]
+    assert all(x.is_contiguous() for x in tensors), kernel.__name__
     launched = wrap_triton(kernel) if isinstance(kernel, JITFunction) else kernel  # not, if it is interpreted
-    launched[grid](*arguments, **constants, num_warps=num_warps, num_stages=1)
+    with on_gpu_of(tensors[0]):
+        launched[grid](*arguments, **constants, num_warps=num_warps, num_stages=1)
 
 
-def _constants(query: Tensor, lists: Tensor | None) -> dict[str, int]:
+def _near(counts: Tensor | None, lists: Tensor | None) -> tuple[Tensor | None, Tensor | None, int | None]:
+    """Return lists of tiles, and the number of places in each."""
+    return counts, lists, None if lists is None else lists.shape[-1]
+
+
+def _constants(query: Tensor) -> dict[str, int]:
     """Return the constants that kernels over blocks of pairs have in common, for query (B, d, N)."""
-    width = 1 if lists is None else lists.shape[-1]
-    return {"DIMS": query.shape[1], "WIDTH": width, "ROWS": TILE, "COLUMNS": _COLUMNS}
+    return {"DIMS": query.shape[1], "ROWS": TILE, "COLUMNS": _COLUMNS}
 
 
 def _blocks(query: Tensor) -> int:
@@ -72,8 +83,8 @@ def sum_blocks(
 ) -> None:  # fmt: skip
     """Compute lse (B, N); see the kernel."""
     return _launch(
-        _sum_blocks, (_blocks(query),), _warps(query), query, keys, beta, scales, tops, counts, lists, lse, tiny,
-        query.shape[2], keys.shape[2], **_constants(query, lists),
+        _sum_blocks, (_blocks(query),), _warps(query), query, keys, beta, scales, tops, *_near(counts, lists), lse,
+        tiny, query.shape[2], keys.shape[2], **_constants(query),
     )  # fmt: skip
 
 
@@ -83,10 +94,10 @@ def sum_lifted_blocks(
     scales: Tensor, tops: Tensor, counts: Tensor | None, lists: Tensor | None, lse: Tensor, tiny: float,
 ) -> None:  # fmt: skip
     """Compute lse (B, N) from lifted points (B, N, E) and (B, M, E), and constants (B, N)."""
-    blocks = _constants(query, lists) | {"COLUMNS": _LIFTED_COLUMNS, "LIFTED": lifted_keys.shape[-1]}
+    blocks = _constants(query) | {"COLUMNS": _LIFTED_COLUMNS, "LIFTED": lifted_keys.shape[-1]}
     return _launch(
         _sum_lifted_blocks, (_blocks(query),), 4, lifted_query, lifted_keys, constants, query, keys, beta, scales, tops,
-        counts, lists, lse, tiny, query.shape[2], keys.shape[2], **blocks,
+        *_near(counts, lists), lse, tiny, query.shape[2], keys.shape[2], **blocks,
     )  # fmt: skip
 
 
@@ -98,9 +109,9 @@ def attend_blocks(
     """Compute lse (B, N) and out (chunks, B, N, C); values that are narrow have 11 bits."""
     chunks, clouds, _, channels = values.shape
     return _launch(
-        _attend_blocks, (_blocks(query), chunks), _warps(query), query, keys, beta, scales, tops, values, 1.0, counts,
-        lists, lse, out, tiny, clouds, query.shape[2], keys.shape[2], CHANNELS=channels, PRODUCTS=_products(is_narrow),
-        **_constants(query, lists),
+        _attend_blocks, (_blocks(query), chunks), _warps(query), query, keys, beta, scales, tops, values, 1.0,
+        *_near(counts, lists), lse, out, tiny, clouds, query.shape[2], keys.shape[2], CHANNELS=channels,
+        PRODUCTS=_products(is_narrow), **_constants(query),
     )  # fmt: skip
 
 
@@ -114,8 +125,8 @@ def attend_lifted_blocks(
     chunks, clouds, num_parts, _, channels = parts.shape
     return _launch(
         _attend_lifted_blocks, (_blocks(query), chunks), 4, lifted_query, lifted_keys, constants, query, keys, beta,
-        scales, tops, parts, 1.0, counts, lists, lse, out, tiny, clouds, query.shape[2], keys.shape[2],
-        LIFTED=lifted_keys.shape[-1], CHANNELS=channels, PARTS=num_parts, **_constants(query, lists),
+        scales, tops, parts, 1.0, *_near(counts, lists), lse, out, tiny, clouds, query.shape[2], keys.shape[2],
+        LIFTED=lifted_keys.shape[-1], CHANNELS=channels, PARTS=num_parts, **_constants(query),
     )  # fmt: skip
 
 
@@ -127,9 +138,9 @@ def sum_values(
     """Compute out (chunks, B, N, C), sums of values that are not divided by those of weights."""
     chunks, clouds, _, channels = values.shape
     return _launch(
-        _sum_values, (_blocks(query), chunks), _warps(query), query, shifts, keys, beta, scales, values, 1.0, counts,
-        lists, out, clouds, query.shape[2], keys.shape[2], CHANNELS=channels, PRODUCTS=_products(False),
-        **_constants(query, lists),
+        _sum_values, (_blocks(query), chunks), _warps(query), query, shifts, keys, beta, scales, values, 1.0,
+        *_near(counts, lists), out, clouds, query.shape[2], keys.shape[2], CHANNELS=channels,
+        PRODUCTS=_products(False), **_constants(query),
     )  # fmt: skip
 
 
@@ -141,9 +152,9 @@ def differentiate_blocks(
     """Compute sums (B, 2 + d, N) of the coordinates from `first` to `last`, and the first two if `first` is 0."""
     chunks, clouds, _, channels = rows.shape
     return _launch(
-        _differentiate_blocks, (_blocks(query),), 4, query, shifts, keys, beta, scales, rows, columns, counts, lists,
-        sums, clouds, query.shape[2], keys.shape[2], FIRST=first, LAST=last, CHUNKS=chunks, CHANNELS=channels,
-        PRODUCTS=_products(False), **_constants(query, lists),
+        _differentiate_blocks, (_blocks(query),), 4, query, shifts, keys, beta, scales, rows, columns,
+        *_near(counts, lists), sums, chunks, clouds, query.shape[2], keys.shape[2], FIRST=first, LAST=last,
+        CHANNELS=channels, PRODUCTS=_products(False), **_constants(query),
     )  # fmt: skip
 
 
@@ -154,6 +165,6 @@ def list_near_tiles(
 ) -> None:  # fmt: skip
     """Count near tiles (B, T), and list as many of them as fit into lists (B, T, width)."""
     return _launch(
-        _list_near_tiles, (counts.numel(),), 4, queries, keys, floors, tops, sums, scales, counts, lists, log_tol,
-        queries.shape[2], keys.shape[2], DIMS=queries.shape[1] // 2, WIDTH=lists.shape[-1], BLOCK=_COMPARED,
+        _list_near_tiles, (counts.numel(),), 4, queries, keys, floors, tops, sums, scales, *_near(counts, lists),
+        log_tol, queries.shape[2], keys.shape[2], DIMS=queries.shape[1] // 2, BLOCK=_COMPARED,
     )  # fmt: skip
