@@ -312,7 +312,9 @@ def test_looking_computes_nothing(normalization, monkeypatch):
 @pytest.mark.parametrize(("normalization", "passes"), [("row", 2), ("symmetric", 2), ("none", 1)])
 def test_errors_of_one_step_cost_no_pass_beside_the_signal(normalization, passes, monkeypatch):
     calls, attend = [], GaussianKernel.attend
-    monkeypatch.setattr(GaussianKernel, "attend", lambda *given: calls.append(given) or attend(*given))
+    monkeypatch.setattr(
+        GaussianKernel, "attend", lambda *given, **options: calls.append(given) or attend(*given, **options)
+    )
     points, mass = torch.randn(40, 3).double(), torch.rand(40).double()
     applied, q = diffuse(points, 0.5, points, mass, normalization=normalization)
     assert len(calls) == passes
