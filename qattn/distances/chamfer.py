@@ -14,7 +14,7 @@ __all__ = ["chamfer_distance"]
 
 @eager
 def chamfer_distance(source: ArrayLike, target: ArrayLike, power: float = 2) -> TensorOrArray:
-    r"""Chamfer distance 1/N Σ_i min_j ‖x_i − y_j‖^p + 1/M Σ_j min_i ‖x_i − y_j‖^p.
+    r"""Chamfer distance 1/N Σ_i min_j ‖x_i − y_j‖^{p} + 1/M Σ_j min_i ‖x_i − y_j‖^{p}.
 
     Points have no masses. Gradients hold the nearest neighbors fixed; coinciding points contribute 0 to them, although
     p < 2 has no derivative there.
@@ -41,7 +41,7 @@ def chamfer_distance(source: ArrayLike, target: ArrayLike, power: float = 2) -> 
 
 
 def _mean_distance(x: Tensor, y: Tensor, power: float) -> Tensor:
-    """Return the mean of ‖x_i − y_j‖^p over points x (N, d), y_j the nearest of y (M, d)."""
+    """Return the mean of ‖x_i − y_j‖^{p} over points x (N, d), y_j the nearest of y (M, d)."""
     index = nearest_neighbors(x.detach().double(), y.detach().double())
     distances = torch.linalg.vector_norm(x - y[index], dim=-1)
     is_apart = distances > 0
