@@ -14,19 +14,19 @@ from dataclasses import replace
 from _measure import parsed, save, seconds
 
 from qattn import io, shapes
-from qattn.tiles.meanwhile import compile_at_first_call
+from qattn.tiles.when_to_compile import compile_at_first_call
 from qattn.viewer import Model
 
 NOTCHES = 5
 
 
+@compile_at_first_call()
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", type=int, nargs="+", default=[5000, 35_000, 100_000, 1_000_000])
     options = parsed(parser, sizes=[5000])
     print(__doc__.splitlines()[0])
     print("| points | first picture | σ changed, 1 step | σ changed, 10 steps | one step more |\n" + "|---" * 5 + "|")
-    compile_at_first_call()
     small = Model(io.Cloud(shapes.creature(6000)[0].numpy()))
     small.picture(small.start())
     rows = []

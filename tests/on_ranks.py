@@ -11,6 +11,7 @@ import warnings
 from functools import partial
 from pathlib import Path
 from threading import Timer
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import qattn
 from qattn.distributed import Group, compact, gather, shard
+from qattn.tiles import when_to_compile
 
 sharded_kernel = partial(qattn.GaussianKernel, group="world")
 SIGMA, TOL = 0.4, {"exact": 1e-10, "tiles": 1e-6, "fourier": 1e-6}
@@ -295,6 +297,29 @@ def dtensors(method):
     assert "full_tensor" in refusal(lambda: qattn.diffusion(alone, mass=masses))
 
 
+def cold(method):
+    """Loops are compiled on some ranks only, one of which has no points: all choose alike, and make the same calls."""
+    compiler = dict.fromkeys(when_to_compile._COMPILER, 0.0 if dist.get_rank() else 1e9)
+    machine = {"is_compiled": lambda task: False, "remember": lambda task: None, "_COMPILER": compiler, "_spent": {}}
+    points, mass, signal = cloud(6000)
+
+    def gradients(kernel, index, dtype):
+        x, signals = (given[index].to(dtype).requires_grad_() for given in (points, signal))
+        q = qattn.diffusion(kernel(x, SIGMA), mass=mass[index].to(dtype), tol=1e-6)
+        return torch.autograd.grad((q @ signals).square().sum(), (x, signals))
+
+    expected = gradients(partial(qattn.GaussianKernel, method="exact"), torch.arange(6000), torch.float64)
+    with patch.multiple(when_to_compile, **machine):
+        for index in list(shares(6000))[1:]:
+            kernel = sharded_kernel(points[index].float(), SIGMA, method=method)
+            notes = [None] * dist.get_world_size()
+            dist.all_gather_object(notes, [str(choice) for choice in kernel.choices()])
+            assert notes == notes[:1] * len(notes)
+            found = gradients(partial(sharded_kernel, method=method, tol=1e-5), index, torch.float32)
+            for got, wanted in zip(found, expected, strict=True):
+                torch.testing.assert_close(got.double(), wanted[index], rtol=0, atol=1e-3 * float(wanted.abs().amax()))
+
+
 def choices(_):
     """All ranks take the same method, the cheapest for each bandwidth, whatever they hold."""
     points = cloud(12_000)[0].float()
@@ -533,6 +558,7 @@ CHECKS = {
             compacted,
             dtensors,
             choices,
+            cold,
             refusals,
             masses_by_density,
             disagreements,

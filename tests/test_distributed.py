@@ -58,7 +58,7 @@ def test_two_ranks_are_one_process():
     checks = "same_as_one", "near_and_far", "batches_and_heads", "gradients"
     others = "spectra:exact", "spectra:tiles", "compacted:tiles", "dtensors:tiles", "choices:auto"
     others += "masses_by_density:exact", "masses_by_density:tiles", "disagreements:auto", "looks:auto", "looks:tiles"
-    others += "with_normals:exact", "with_normals:tiles"
+    others += "with_normals:exact", "with_normals:tiles", "cold:tiles", "cold:auto"
     layers = "refusals:auto", "networks:exact", "compiled_in_bfloat16:exact", "fully_sharded:exact"
     on_ranks(2, *(f"{check}:{method}" for check in checks for method in METHODS), *others, *layers)
 

@@ -212,7 +212,10 @@ def test_biases_may_add_axes_in_any_order(batch):
 def test_auto_takes_the_cheapest_and_says_why():
     points = sphere(20_000).float()
     small, large = GaussianKernel(points, 0.02), GaussianKernel(points, 1.0)
-    assert (small.method, large.method) == ("tiles", "fourier")
+    for kernel in (small, large):
+        assert str(kernel) == repr(kernel)  # printing chooses nothing
+        assert "method='auto'" in repr(kernel)
+    assert [choice.method for kernel in (small, large) for choice in kernel.choices()] == ["tiles", "fourier"]
     for kernel in (small, large):
         lines = str(kernel).splitlines()
         assert lines[0] == repr(kernel)
@@ -221,7 +224,9 @@ def test_auto_takes_the_cheapest_and_says_why():
     assert "modes, more than" in str(small)
     assert "too many pairs in reach" in str(large)
     assert GaussianKernel(points[:100], 0.02).method == "exact"
-    assert "sigma = 0.02" in str(GaussianKernel(points[:100], [0.02, 1.0]))
+    heads = GaussianKernel(points[:100], [0.02, 1.0])
+    heads.attend(torch.zeros(100))
+    assert "sigma = 0.02" in str(heads)
 
 
 def test_auto_in_many_dimensions_is_exact():
@@ -236,7 +241,8 @@ def test_an_attention_backend_asked_for_is_used():
     points = sphere(5000).float()
     assert GaussianKernel(points, 0.02, backend="sdpa").method == "exact"
     assert GaussianKernel(points, 0.02, backend="native").method == "tiles"
-    assert 'it takes the backends native, triton, flex, not "sdpa"' in str(GaussianKernel(points, 0.02, backend="sdpa"))
+    (choice,) = GaussianKernel(points, 0.02, backend="sdpa").choices()
+    assert 'it takes the backends native, triton, flex, not "sdpa"' in str(choice)
 
 
 @pytest.mark.parametrize(

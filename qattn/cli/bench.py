@@ -68,7 +68,7 @@ def bench(
 
 def _rows(points: Tensor, sigma: float, mass: Tensor | None, signal: Tensor, limit: float) -> list[list[str]]:
     """Measure all methods; the one that "auto" selects comes first, and the others are compared with it."""
-    (choice,) = GaussianKernel(points, sigma).choices
+    (choice,) = GaussianKernel(points, sigma).choices()
     rows, auto_seconds = [], 0.0
     for method in sorted(choice.notes, key=lambda name: name != choice.method):
         mark = " ← auto" if method == choice.method else ""

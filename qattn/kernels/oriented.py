@@ -25,7 +25,7 @@ from qattn._broadcasting import Index, broadcast_shapes, own_index
 from qattn._types import ArrayLike
 from qattn.attended import Attended
 from qattn.kernels.base import PointKernel
-from qattn.kernels.gaussian.kernel import GaussianKernel, describe_sigma
+from qattn.kernels.gaussian.kernel import GaussianKernel
 from qattn.ranks import Ranks
 
 __all__ = ["OrientedKernel"]
@@ -69,7 +69,7 @@ class OrientedKernel(PointKernel):
         self._normals = self._targets = _scaled(local, weight, self._base.points)
 
     def __repr__(self) -> str:
-        return f"OrientedKernel({tuple(self.points.shape)}, sigma={describe_sigma(self.sigma)}, method={self.method!r})"
+        return repr(self._base).replace("GaussianKernel", "OrientedKernel", 1)
 
     def __str__(self) -> str:
         return "\n".join([repr(self), *str(self._base).splitlines()[1:]])

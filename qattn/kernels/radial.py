@@ -98,7 +98,7 @@ class _RadialKernel(PointKernel):
         They are made once, from detached tensors: `attend` replaces those by tensors that may require gradients.
         """
         # A power of two, so that moving points rarely change the sum.
-        reach = 2.0 ** math.ceil(math.log2(max(1.0, self._base.diameter / float(self.sigma.detach().amin()))))
+        reach = 2.0 ** math.ceil(math.log2(max(1.0, self._base.diameter() / float(self.sigma.detach().amin()))))
         bandwidths, log_weights = (x.to(self.sigma) for x in self._profile.gaussians(reach, 0.4 * self._tol))
         kernels = [self._base.with_sigma(s * self.sigma.detach()) for s in bandwidths]
         terms = zip(bandwidths, log_weights, kernels, strict=True)

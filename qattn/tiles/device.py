@@ -18,9 +18,8 @@ from torch.nn.functional import pad
 
 from qattn.attended import Attended, Derivatives, PairSums, PairTerms
 from qattn.lift import Lifted, split, split_lift
-from qattn.tiles.gaussian import excess
 from qattn.tiles.sizes import TILE
-from qattn.tiles.tiling import FACTOR, log2_sum
+from qattn.tiles.tiling import FACTOR, excess, log2_sum
 
 __all__ = [
     "DIMENSIONS",

@@ -20,12 +20,13 @@ from torch.nn.functional import pad
 
 from qattn.attended import Attended, Derivatives
 from qattn.attention.engine import Differentiating, Engine
+from qattn.attention.gradient import derivatives
 from qattn.attention.inputs import Inputs
 from qattn.distributed.group import Group, pack, unpack
 from qattn.kernels.gaussian.tiles import SortedCloud, Tiles
-from qattn.tiles.gaussian import excess
 from qattn.tiles.order import kd_order
 from qattn.tiles.sizes import PART
+from qattn.tiles.tiling import excess
 
 __all__ = ["Halo"]
 
@@ -113,7 +114,12 @@ class Halo(Engine, Differentiating):
         return Attended(outs, torch.cat([result.lse for result in results]))
 
     def can_differentiate(self, inputs: Inputs) -> bool:
-        return Tiles(self._query, self._key, self._backend).can_differentiate(inputs)
+        return True
+
+    def is_direct(self, inputs: Inputs) -> bool:
+        # Ranks may have different devices, but need one answer.
+        is_direct = Tiles(self._query, self._key, self._backend).can_differentiate(inputs)
+        return not self._group.any(not is_direct, inputs.device)
 
     def differentiate(self, inputs: Inputs, row: Tensor, column: Tensor, shift: Tensor) -> Derivatives:
         bias = inputs.biases
@@ -123,20 +129,20 @@ class Halo(Engine, Differentiating):
         for b, (biases, columns) in enumerate(self._with_halo([bias[..., None], column])):
             if self._query.points.shape[1] and not is_absent[b]:
                 local = self._local(b, inputs, biases, None)
-                sums = self._tiles[b].differentiate(local, row[b : b + 1], columns[None], shift[b : b + 1])
+                sums = derivatives(self._tiles[b], local, row[b : b + 1], columns[None], shift[b : b + 1])
                 for result, part in zip(results, sums, strict=True):
                     result[b] = part[0]
         return results
 
     def _reached(self, inputs: Inputs, bias: Tensor, most: Tensor) -> list[bool]:
-        """Grow the halo if needed, for sums of e^bias in which each key matters as much as e^most.
+        """Grow the halo if needed: row sums have the weights e^bias, the cut-off uses the larger weights e^most.
 
         Returns:
             For each cloud, whether it has no keys on any rank.
         """
         needed, is_absent = self._needed(bias, most, 0.5 * inputs.tol)
         grows = self._reach is None or bool((needed > self._reach).any())
-        if self._group.maximum(torch.tensor(float(grows), device=inputs.device)) > 0:
+        if self._group.any(grows, inputs.device):
             self._grow(needed, inputs.key)
         return is_absent
 

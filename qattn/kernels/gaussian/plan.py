@@ -24,7 +24,7 @@ from qattn.kernels.gaussian.tiles import Tiles
 from qattn.ranks import Ranks
 from qattn.tiles.compiled import why_not_compiled
 from qattn.tiles.device import why_not_installed
-from qattn.tiles.meanwhile import forgo
+from qattn.tiles.when_to_compile import charge
 
 __all__ = ["Plan"]
 
@@ -97,8 +97,8 @@ class Plan:
         """Heads of each method in use, None for all, and their engine."""
         methods = [choice.method for choice in self._first_choices]
         for choice in self._first_choices:
-            if choice.forgone is not None:
-                forgo(*choice.forgone)
+            if choice.missed is not None:
+                charge(*choice.missed)
         parts: list[tuple[Tensor | None, Engine]] = []
         for method in dict.fromkeys(methods):
             numbers = [head for head, name in enumerate(methods) if name == method]
@@ -112,9 +112,8 @@ class Plan:
             parts.append((heads, engine))
         return parts
 
-    @property
     def choices(self) -> list[Choice]:
-        """The choice for each head, updated by what passes have shown since."""
+        """Choose a method for each head, together with all ranks; updated by what passes have shown since."""
         choices = list(self._first_choices)
         for heads, engine in self.__dict__.get("parts", ()):
             if isinstance(engine, _FourierOr) and engine.failure is not None:
@@ -123,11 +122,9 @@ class Plan:
         return choices
 
     @property
-    def methods(self) -> tuple[str, ...]:
-        """The method of each head; "auto" on several ranks before the first pass, in which they choose together."""
-        if self._method == "auto" and not self.points.ranks.is_alone and "_first_choices" not in self.__dict__:
-            return ("auto",) * self._sigma.numel()
-        return tuple(choice.method for choice in self.choices)
+    def known_choices(self) -> list[Choice]:
+        """The choice for each head; empty if none has been made."""
+        return self.choices() if self._method != "auto" or "_first_choices" in self.__dict__ else []
 
 
 def _engine(points: PreparedPoints, sigma: Tensor, backend: str, method: str) -> Engine:
@@ -180,8 +177,12 @@ class _FourierOr(Engine, Differentiating):
         return self._other.for_gradients.attend(inputs)
 
     def can_differentiate(self, inputs: Inputs) -> bool:
-        other = self._other if self.failure is not None else None
-        return other is None or (isinstance(other, Differentiating) and other.can_differentiate(inputs))
+        engine = self._fourier if self.failure is None else self._other.for_gradients
+        return isinstance(engine, Differentiating) and engine.can_differentiate(inputs)
+
+    def is_direct(self, inputs: Inputs) -> bool:
+        engine = self._fourier if self.failure is None else self._other.for_gradients
+        return isinstance(engine, Differentiating) and engine.is_direct(inputs)
 
     def differentiate(self, inputs: Inputs, row: Tensor, column: Tensor, shift: Tensor) -> Derivatives:
         if self.failure is None:
