@@ -75,7 +75,7 @@ class Ranks(ABC):
         return self.joined(x)[0]
 
     def any(self, condition: bool, device: torch.device) -> bool:
-        """Return whether a condition holds on any rank, which all ranks ask on devices that can communicate."""
+        """Return whether a condition holds on any rank; all ranks ask, with a device that they communicate by."""
         return bool(self.maximum(torch.tensor(float(condition), device=device)) > 0)
 
     def total(self, x: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ class Ranks(ABC):
 
 
 class _Alone(Ranks):
-    """This process alone, with all sites."""
+    """The current process alone, with all sites."""
 
     @property
     def is_alone(self) -> bool:

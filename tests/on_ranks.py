@@ -164,7 +164,7 @@ def batches_and_heads(method):
 
 
 def gradients(method):
-    """By points, σ, masses and signal, through the normalization, with a graph and without; and of second order."""
+    """Gradients by points, σ, masses and signal, through the normalization, with a graph and without; second orders."""
     N, tol = 90, TOL[method]
     given = cloud(N)
     weights = torch.randn(N, 2, dtype=torch.float64)
@@ -318,6 +318,23 @@ def cold(method):
             found = gradients(partial(sharded_kernel, method=method, tol=1e-5), index, torch.float32)
             for got, wanted in zip(found, expected, strict=True):
                 torch.testing.assert_close(got.double(), wanted[index], rtol=0, atol=1e-3 * float(wanted.abs().amax()))
+
+
+def cancelled(_):
+    """Gradients by a backend that multiplies coordinates, in float32: summed in float64 where they would cancel."""
+    points, _, signal = cloud(300)
+
+    def gradients(kernel, index, dtype):
+        x, sigma = points[index].to(dtype).requires_grad_(), torch.tensor(0.01, dtype=dtype, requires_grad=True)
+        out, lse = kernel(x, sigma).attend(torch.zeros(len(index), dtype=dtype), signal[index].to(dtype))
+        return torch.autograd.grad(out.square().sum() + lse.square().sum(), (x, sigma))
+
+    expected = gradients(partial(qattn.GaussianKernel, method="exact"), torch.arange(300), torch.float64)
+    for index in shares(300):
+        by_points, by_sigma = gradients(partial(sharded_kernel, backend="reference"), index, torch.float32)
+        torch.testing.assert_close(Group().sum(by_sigma.double()), expected[1], rtol=3e-4, atol=0)
+        atol = 1e-3 * float(expected[0].abs().amax())
+        torch.testing.assert_close(by_points.double(), expected[0][index], rtol=0, atol=atol)
 
 
 def choices(_):
@@ -559,6 +576,7 @@ CHECKS = {
             dtensors,
             choices,
             cold,
+            cancelled,
             refusals,
             masses_by_density,
             disagreements,

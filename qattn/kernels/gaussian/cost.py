@@ -9,7 +9,7 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -19,10 +19,11 @@ from qattn.tiles import by_torch, gaussian
 from qattn.tiles.sizes import TILE
 from qattn.tiles.when_to_compile import Loop, seconds_until_due
 
-__all__ = ["METHODS", "Choice", "Workload", "choose", "is_known"]
+__all__ = ["METHODS", "Choice", "Method", "Workload", "choose", "is_known"]
 
-METHODS = ("exact", "tiles", "fourier")
-_FEW_PAIRS = 2**24  # up to which methods are not compared
+Method = Literal["exact", "tiles", "fourier"]
+METHODS: tuple[Method, ...] = ("exact", "tiles", "fourier")
+_FEW_PAIRS = 2**24  # up to this many pairs, methods are not compared
 _WORTH_COMPILING = 2**34  # above this many pairs, compile first and compare compiled methods
 _SAMPLE = 128  # tiles for which near tiles are counted
 _ROWS = 64  # rows whose sums are computed
@@ -39,19 +40,19 @@ class _Costs:
     mode: float
     fourier_point: float  # per point besides its taps: rows that are checked, and channels
     call: dict[str, float]  # per call, at any size
-    comparison: float = 0.0  # of two tiles, where all are compared
+    comparison: float = 0.0  # per pair of tiles, where all pairs are compared
 
 
-# Those of CPUs are measured (benchmarks/methods.py). Those of CUDA are estimates from memory bandwidths and a model of
-# the machine code (benchmarks/gpu_model.py), for where `calibration` cannot measure them.
+# For CPUs they are measured (benchmarks/methods.py). For CUDA they are estimates from memory bandwidths and a model of
+# the machine code (benchmarks/gpu_model.py), used where `calibration` cannot measure.
 _COSTS = {
     "cpu": _Costs(0.24, 200.0, 80.0, 1.3, 120.0, 140.0, {"tiles": 2.5e6, "fourier": 1e7}),
     "cuda": _Costs(0.001, 0.0, 1.0, 0.02, 0.5, 1.0, {"tiles": 5e5, "fourier": 2e6}, comparison=0.01),
 }
 # Loops that compute a pass on CPUs.
-_LOOPS = {"exact": "attend", "tiles": "attend near"}
+_LOOPS: dict[Method, str] = {"exact": "attend", "tiles": "attend near"}
 # Cost of a channel, in passes for lse.
-_CHANNEL = {"exact": 0.15, "tiles": 0.15, "fourier": 0.44}
+_CHANNEL: dict[Method, float] = {"exact": 0.15, "tiles": 0.15, "fourier": 0.44}
 
 
 def is_known(device: torch.device) -> bool:
@@ -65,7 +66,7 @@ class Workload(NamedTuple):
     sums: int = 4
     channels: int = 8
 
-    def passes(self, method: str) -> float:
+    def passes(self, method: Method) -> float:
         """Return the cost in units of one pass for lse with that method."""
         return self.sums + 1 + self.channels * _CHANNEL[method]
 
@@ -81,9 +82,9 @@ class Choice:
         missed: A loop that would be faster if it were compiled, and by how many seconds; or None.
     """
 
-    method: str
-    notes: dict[str, str]
-    seconds: dict[str, float]
+    method: Method
+    notes: dict[Method, str]
+    seconds: dict[Method, float]
     missed: tuple[Loop, float] | None = None
 
     def __str__(self) -> str:
@@ -95,13 +96,13 @@ class Choice:
 
     def without_fourier(self, reason: str) -> "Choice":
         """Return the choice after "fourier" has failed for a reason."""
-        others = {name: seconds for name, seconds in self.seconds.items() if name != "fourier"}
+        others: dict[Method, float] = {name: t for name, t in self.seconds.items() if name != "fourier"}
         return Choice(min(others, key=others.__getitem__), self.notes | {"fourier": reason}, self.seconds)
 
 
 @dataclass(frozen=True)
 class _Cloud:
-    """What all estimates depend on, the same on all ranks.
+    """The numbers on which all estimates depend, the same on all ranks.
 
     Attributes:
         points: Targets and points of the kernel.
@@ -119,7 +120,7 @@ class _Cloud:
     workload: Workload
     costs: _Costs
     threads: int
-    waits: dict[str, float]
+    waits: dict[Method, float]
 
     @property
     def rows(self) -> int:
@@ -140,10 +141,10 @@ class _Cloud:
         return self.rows * self.keys * self.clouds
 
     def seconds(self, nanoseconds: float) -> float:
-        """Return the duration of what takes so long on one thread."""
+        """Convert nanoseconds on one thread to seconds on all."""
         return 1e-9 * nanoseconds / self.threads
 
-    def until_compiled(self, method: str, by_loops: float, by_torch: float) -> "_Estimate":
+    def until_compiled(self, method: Method, by_loops: float, by_torch: float) -> "_Estimate":
         """Estimate a pass from nanoseconds on one thread: by loops after a wait for the compiler, or by torch."""
         seconds = self.seconds(by_loops)
         if self.points.device.type != "cpu" or self.waits[method] == torch.inf or self.pairs > _WORTH_COMPILING:
@@ -163,11 +164,11 @@ class _Estimate(NamedTuple):
 
 
 def choose(
-    points: PreparedPoints, sigma: float, tol: float, workload: Workload, refusals: dict[str, list[str]]
+    points: PreparedPoints, sigma: float, tol: float, workload: Workload, refusals: dict[Method, list[str]]
 ) -> Choice:
     """Choose the cheapest method for a bandwidth.
 
-    On several ranks, costs are those of the average rank, from numbers that are the same on all ranks.
+    On several ranks, costs are for the average rank, from numbers that are the same on all ranks.
 
     Args:
         points: Targets and points of the kernel.
@@ -182,18 +183,18 @@ def choose(
     if points.device.type == "cuda" and pairs > _FEW_PAIRS:
         costs, origin = _measured(points, cloud.costs)
         cloud = replace(cloud, costs=costs)
-    estimates = {"exact": _exact(cloud)}
+    estimates: dict[Method, _Estimate] = {"exact": _exact(cloud)}
     if pairs <= _FEW_PAIRS:
         note = f"all {pairs:.1e} pairs: few, other methods not compared"
         return Choice("exact", {"exact": note}, {"exact": estimates["exact"].seconds})
 
-    def total(name: str) -> float:
+    def total(name: Method) -> float:
         return workload.passes(name) * estimates[name].seconds
 
-    notes = {"exact": f"all {pairs:.1e} pairs, {estimates['exact']}{origin}"}
-    for name in ("fourier", "tiles"):
-        if refusals[name]:
-            notes[name] = "; ".join(refusals[name])
+    notes: dict[Method, str] = {"exact": f"all {pairs:.1e} pairs, {estimates['exact']}{origin}"}
+    for name, reasons in refusals.items():
+        if reasons:
+            notes[name] = "; ".join(reasons)
             continue
         limit = min(map(total, estimates))
         found, notes[name] = _fourier(cloud) if name == "fourier" else _tiles(cloud, limit)
@@ -208,8 +209,8 @@ def choose(
 
 
 def _agreed(
-    points: PreparedPoints, refusals: dict[str, list[str]]
-) -> tuple[int, dict[str, float], dict[str, list[str]]]:
+    points: PreparedPoints, refusals: dict[Method, list[str]]
+) -> tuple[int, dict[Method, float], dict[Method, list[str]]]:
     """Return the number of threads, the waits for loops and the refusals that all ranks have in common."""
     ranks, device = points.ranks, points.device
     threads = torch.get_num_threads() if device.type == "cpu" else 1
@@ -224,11 +225,11 @@ def _agreed(
     return -int(least), dict(zip(_LOOPS, waits, strict=True)), common
 
 
-def _loop(points: PreparedPoints, method: str) -> Loop:
+def _loop(points: PreparedPoints, method: Method) -> Loop:
     return gaussian.loop_of(_LOOPS[method], points.clouds[1].dtype, points.dims)
 
 
-def _missed(cloud: _Cloud, best: str, estimates: dict[str, _Estimate]) -> tuple[Loop, float] | None:
+def _missed(cloud: _Cloud, best: Method, estimates: dict[Method, _Estimate]) -> tuple[Loop, float] | None:
     """Return the loop that would be the fastest if it were compiled, and by how many seconds, if the best has none."""
     passes = cloud.workload.passes
     compiled = {name: passes(name) * x.once_compiled for name, x in estimates.items() if x.once_compiled is not None}

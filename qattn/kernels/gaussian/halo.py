@@ -5,10 +5,10 @@ the floor, they may be left out for
 
     R²/2 ≥ log Σ_j e^{b_j} − c + log(1/tol).
 
-Rows are grouped by the nodes of a k-d order, whose boxes all ranks know. The floor of a node is the largest of several
-lower bounds: the least b_i of the node, as each row adds to itself, and log Σ e^b over the keys in another box, minus
-½ the largest squared distance to it, for the nodes of this rank and for one box around all keys of each other rank. The
-latter are finite also for rows of points without mass, as long as there is any mass.
+Rows are grouped by the nodes of a k-d order, whose boxes all ranks know. The floor of a node is its largest lower
+bound: the least b_i of the node, as each row adds to itself; or log Σ e^b over the keys in a box, minus ½ the largest
+squared distance to it. Such boxes are the nodes of this rank, and one around all keys of each other rank. Their bounds
+are finite also for rows of points without mass, as long as there is any mass.
 """
 
 import math
@@ -31,7 +31,7 @@ from qattn.tiles.tiling import excess
 __all__ = ["Halo"]
 
 _NODES = 256  # groups of rows per cloud
-_MARGIN = 1.0  # excess of R²/2 over the need: until it is used up, the halo stays as it is
+_MARGIN = 1.0  # added to the R²/2 that is needed, so that the halo can stay if the need grows by less
 _CHUNK = 2**10  # points whose distances to boxes are computed at a time
 
 

@@ -31,9 +31,9 @@ class GaussianKernel(PointKernel):
 
     The points are all in this process, or sharded over the ranks of a `torch.distributed` group. In the latter case
     each rank passes the positions, masses, signals and biases of its shard, and gets results at its points. `sinkhorn`,
-    `diffusion` and the layers compute the same as for the entire cloud, gradients included. The gradient with respect
-    to a shard of the points is that of the sum of the losses of all ranks. The gradient with respect to a parameter
-    that all ranks share, such as σ, is the part of this rank: sum these parts, or average them as DDP does. All ranks
+    `diffusion` and the layers compute the same as for the entire cloud, gradients included. A shard of the
+    points gets the gradient of the sum of the losses of all ranks. A parameter that all ranks share, such as σ, gets
+    the part of this rank: sum these parts, or average them as DDP does. All ranks
     must call the same functions in the same order with the same options; options that differ raise an error that names
     them. Properties and printing do not communicate; methods do.
 
@@ -151,11 +151,11 @@ class GaussianKernel(PointKernel):
         return self._plan.choices()
 
     @property
-    def method(self) -> str | tuple[str, ...]:
+    def method(self) -> MethodName | tuple[MethodName, ...]:
         """The method in use, one per head if there are heads; "auto" on several ranks before their first pass."""
         choices = self._plan.choices() if self._ranks.is_alone else self._plan.known_choices
-        methods = tuple(choice.method for choice in choices) or ("auto",) * self._sigma.numel()
-        return methods[0] if self._sigma.ndim == 0 else methods
+        methods: list[MethodName] = [choice.method for choice in choices] or ["auto"] * self._sigma.numel()
+        return methods[0] if self._sigma.ndim == 0 else tuple(methods)
 
     def diameter(self) -> float:
         """Return an upper bound of the distance between any two of its points. All ranks must call it."""
@@ -216,7 +216,7 @@ class GaussianKernel(PointKernel):
         return self._replanned(_prepared=other._prepared)
 
     def ordered_like(self, other: "GaussianKernel") -> "GaussianKernel":
-        """Return the same kernel, with its points sorted in the order of another kernel of as many points.
+        """Return the same kernel, with its points sorted in the order of another kernel of the same size.
 
         Tiles of points with further coordinates are then compact in the coordinates of the other kernel, and sorted
         once.

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import cached_property, partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from qattn.attention.gradient import derivatives
 from qattn.attention.inputs import Inputs
 from qattn.distributed.group import Group
 from qattn.kernels.gaussian import fourier, tiles
-from qattn.kernels.gaussian.cost import METHODS, Choice, Workload, choose, is_known
+from qattn.kernels.gaussian.cost import METHODS, Choice, Method, Workload, choose, is_known
 from qattn.kernels.gaussian.fourier import Fourier, FourierError
 from qattn.kernels.gaussian.halo import Halo
 from qattn.kernels.gaussian.prepared import PreparedPoints
@@ -44,7 +45,13 @@ class Plan:
     """
 
     def __init__(
-        self, points: PreparedPoints, sigma: Tensor, method: str, tol: float, backend: str, workload: Workload
+        self,
+        points: PreparedPoints,
+        sigma: Tensor,
+        method: Method | Literal["auto"],
+        tol: float,
+        backend: str,
+        workload: Workload,
     ) -> None:
         _checks.one_of("method", method, ("auto", *METHODS))
         self.points, self._sigma = points, sigma.detach()
@@ -53,7 +60,7 @@ class Plan:
             for reason in self._refusals(method):
                 raise ValueError(f'`method="{method}"` cannot be used here: {reason}.')
 
-    def _refusals(self, method: str) -> list[str]:
+    def _refusals(self, method: Method) -> list[str]:
         """Return the reasons why a method cannot be used, at any bandwidth."""
         device, d = self.points.device, self.points.dims
         reasons = []
@@ -84,7 +91,8 @@ class Plan:
         """The choice for each head, from estimates before any pass."""
         count = self._sigma.numel()
         if self._method == "auto":
-            refusals = {name: self._refusals(name) for name in ("fourier", "tiles")}
+            others: tuple[Method, ...] = "fourier", "tiles"
+            refusals = {name: self._refusals(name) for name in others}
             sigmas = self._sigma.reshape(-1).tolist()
             return [choose(self.points, sigma, self._tol, self._workload, refusals) for sigma in sigmas]
         note = "as requested"
@@ -127,7 +135,7 @@ class Plan:
         return self.choices() if self._method != "auto" or "_first_choices" in self.__dict__ else []
 
 
-def _engine(points: PreparedPoints, sigma: Tensor, backend: str, method: str) -> Engine:
+def _engine(points: PreparedPoints, sigma: Tensor, backend: str, method: Method) -> Engine:
     """Make the engine of a method for these bandwidths."""
     ranks = points.ranks
     if method == "fourier":
@@ -142,10 +150,10 @@ def _engine(points: PreparedPoints, sigma: Tensor, backend: str, method: str) ->
 
 
 class _FourierOr(Engine, Differentiating):
-    """The engine of "fourier", replaced by another one after the first pass in which it misses the tolerance.
+    """The engine of "fourier" until it misses the tolerance, then another one.
 
     Attributes:
-        failure: Message of that failure; None while there is none.
+        failure: Message of the pass that missed the tolerance; None if none has.
     """
 
     def __init__(self, by_fourier: Engine, make_other: Callable[[], Engine]) -> None:
