@@ -1,7 +1,9 @@
+import itertools
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 CPU = Path("/proc/cpuinfo")
 # Some virtual machines announce AMX and do not allow it: torch then dies of SIGILL in products of bfloat16.
@@ -55,6 +57,12 @@ def _cold(monkeypatch):
     monkeypatch.setattr(when_to_compile, "is_compiled", lambda task: False)
     monkeypatch.setattr(when_to_compile, "remember", lambda task: None)
     monkeypatch.setattr(when_to_compile, "_spent", {})
+
+
+@pytest.fixture
+def _slow_machine(monkeypatch):
+    """A machine on which ten seconds pass between any two looks at the clock of progress bars."""
+    monkeypatch.setattr("qattn._progress.time", SimpleNamespace(monotonic=itertools.count(0, 10).__next__))
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 import torch
 from cases import sphere
 
-from qattn import _progress, diffusion
+from qattn import diffusion
 from qattn.kernels import GaussianKernel
 
 
@@ -26,9 +26,9 @@ def terminal_of(monkeypatch):
     return stream
 
 
+@pytest.mark.usefixtures("_slow_machine")
 def test_a_long_solve_shows_its_passes_and_error(monkeypatch):
     terminal = terminal_of(monkeypatch)
-    monkeypatch.setattr(_progress, "_PATIENCE", 0.0)
     q = diffusion(sphere(300), 0.3, tol=1e-6)
     assert "Sinkhorn" in terminal.getvalue()
     assert "error=" in terminal.getvalue()
@@ -43,17 +43,17 @@ def test_a_short_one_shows_nothing(monkeypatch):
     assert terminal.getvalue() == ""
 
 
+@pytest.mark.usefixtures("_slow_machine")
 def test_nothing_is_shown_where_nobody_looks(monkeypatch):
     stream = io.StringIO()
-    monkeypatch.setattr(_progress, "_PATIENCE", 0.0)
     monkeypatch.setattr(sys, "stderr", stream)
     diffusion(sphere(300), 0.3)
     assert stream.getvalue() == ""
 
 
+@pytest.mark.usefixtures("_slow_machine")
 def test_the_bar_is_closed_when_a_solve_is_stopped(monkeypatch):
     terminal = terminal_of(monkeypatch)
-    monkeypatch.setattr(_progress, "_PATIENCE", 0.0)
     kernel = GaussianKernel(sphere(300), 0.3)
     attend, passes = kernel.attend, []
 
@@ -93,7 +93,7 @@ except KeyboardInterrupt:
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["exact", "tiles", "fourier"])
 def test_control_c(method):
-    """It stops within seconds, leaves no thread behind, and the next solve works."""
+    """A solve stops within seconds, leaves no thread behind, and the next one works."""
     script = SCRIPT.replace("METHOD", method).replace("SIGMA", "0.5" if method == "fourier" else "0.05")
     if method == "exact":
         script = script.replace("100_000", "10_000")

@@ -22,7 +22,7 @@ def tiling(points):
 
 
 def by_torch(points):
-    """As on a machine where sorting is not compiled."""
+    """Sort as on a machine where sorting is not compiled."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(order, "is_due", lambda loop, seconds: False)
         return kd_order(points)
@@ -181,7 +181,7 @@ def test_absent_keys_and_clouds_without_any():
 
 
 def test_most_pairs_are_left_out():
-    """Not a tolerance met by computing everything: 3,000 points of a sphere see few tiles each."""
+    """The tolerance is not met by computing everything: 3,000 points of a sphere see few tiles each."""
     points = sphere(3000).float()
     tiles = tiling(points / 0.05)
     counts, _ = near_tiles(tiles, tiles, None, torch.zeros(1, 3000), 1e-3)
