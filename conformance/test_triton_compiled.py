@@ -69,7 +69,7 @@ def test_16_bit_values_cost_a_product_less(capability) -> None:
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize(("dims", "channels"), [(4, 16), (4, 40), (6, 20), (8, 16)])
 def test_nothing_spills(capability, dims, channels, held: Held) -> None:
-    """For up to 8 dimensions."""
+    """Kernels for up to 8 dimensions keep all numbers in registers."""
     for name in ("sum_blocks", "attend_blocks", "sum_values", "differentiate_blocks"):
         kernel, _ = build(name, capability, dims, channels, listed=True)
         held("triton: all kernels, bytes spilled", f"compiled, sm_{capability}", kernel.stack, 0)

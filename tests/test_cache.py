@@ -163,7 +163,7 @@ def _be_patient(monkeypatch, pairs):
 
 
 def _spied(monkeypatch):
-    """Who attends from now on, torch or a loop."""
+    """Names of what attends from now on, "torch" or "loop"."""
     from qattn.tiles.loops import gaussian
 
     names = []

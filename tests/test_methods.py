@@ -100,7 +100,7 @@ def test_errors_of_a_ragged_batch_leave_out_the_padding():
 
 @pytest.mark.parametrize("method", ["tiles", slow("fourier")])
 def test_gradients_agree_with_exact_ones(method):
-    """By points, σ, masses and signal, through the normalization, with a batch and heads."""
+    """Gradients by points, σ, masses and signal, through the normalization, with a batch and heads."""
     generator = torch.Generator().manual_seed(0)
     points = torch.stack([sphere(500), sphere(500)])
     mass = torch.rand(2, 1, 500, dtype=torch.float64, generator=generator) + 0.1
@@ -274,7 +274,7 @@ def test_values_that_a_method_does_not_take():
 
 @pytest.mark.usefixtures("_flex_everywhere")
 def test_methods_by_device():
-    """On the devices of others there is "exact"; on CUDA, "fourier" asks for its library."""
+    """Other devices have "exact"; on CUDA, "fourier" asks for its library."""
     elsewhere = torch.empty(10, 3, device="meta")
     with pytest.raises(ValueError, match="it takes points on cpu or cuda, and these are on meta"):
         Plan(PreparedPoints(elsewhere, elsewhere, ALONE), torch.tensor(1.0), "tiles", 1e-3, "auto", Workload())
@@ -316,7 +316,7 @@ def test_auto_turns_to_another_method_then_and_says_so():
 
 @pytest.mark.slow
 def test_auto_does_so_in_a_backward_pass_too(monkeypatch):
-    """With targets apart from the points, so that the engine of the backward pass is another one."""
+    """Targets apart from the points, so that the engine of the backward pass is another one."""
     points, targets = sphere(20_000), sphere(15_000)
 
     def gradient(method):

@@ -1,4 +1,4 @@
-"""How often the host waits for a CUDA device, counted on fake tensors: once in a Sinkhorn pass, for its convergence."""
+"""Waits of the host for a CUDA device, counted on fake tensors: one in a Sinkhorn pass, for its convergence."""
 
 import sys
 from contextlib import ExitStack
@@ -54,7 +54,7 @@ class Reads(TorchFunctionMode):
 
 @pytest.mark.parametrize("is_padded", [False, True])
 def test_points_without_mass_add_one_wait_to_a_pass(is_padded):
-    """Their rows are computed apart if they are far away, which is asked in each pass."""
+    """Rows far away are computed apart, and each pass asks whether there are any."""
 
     def reads(max_iter):
         mass = torch.ones(50)

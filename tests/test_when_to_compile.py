@@ -73,7 +73,7 @@ def test_values_keep_their_dtype():
 
 @pytest.mark.parametrize(("count", "sigma"), [(5000, 0.03), (200, 0.3), (1, 1.0)])
 def test_the_estimate_of_near_pairs_is_their_number(count, sigma):
-    """With all tiles in the sample, near pairs of tiles are those that loops list, or few more."""
+    """The number is that of the tiles that loops list, or a little more, if all tiles are in the sample."""
     points = sphere(count)[None].float()
     tiles, sigmas = tiling(points), torch.tensor([sigma])
     num_tiles, num_pairs = by_torch.count_near(tiles, tiles, sigmas, 1e-3, 10**6)
@@ -86,7 +86,7 @@ def test_the_estimate_of_near_pairs_is_their_number(count, sigma):
 @pytest.mark.parametrize("is_self", [True, False])
 @pytest.mark.parametrize("tol", [1e-7, None])
 def test_sums_of_derivatives_by_torch(dtype, rtol, is_self, tol):
-    """Over keys and over queries, of two clouds with bandwidths of their own, against dense matrices in float64."""
+    """Sums over keys and over queries of two clouds with bandwidths of their own, against dense matrices in float64."""
     query = torch.stack([sphere(300), 3 * sphere(300)])
     key = query if is_self else torch.stack([sphere(200), 3 * sphere(200)])
     B, N, M, sigma = 2, 300, key.shape[1], torch.tensor([0.2, 0.4]).double()
@@ -138,7 +138,7 @@ def test_loops_are_due_once_torch_has_taken_as_long_as_the_compiler_would(monkey
 @pytest.mark.usefixtures("_cold")
 @pytest.mark.parametrize("method", ["exact", "tiles"])
 def test_a_backward_pass_charges_its_loop_once(method):
-    """As much as its sums take, in the method that computes them, however often it is asked how."""
+    """The charge is what the sums take, once, however often gradients ask how to compute them."""
     loop = gaussian.loop_of("differentiate" if method == "exact" else "differentiate near", torch.float32, 3)
     points, sigma = sphere(300).float().requires_grad_(), torch.tensor(0.3, requires_grad=True)
     out, lse = qattn.GaussianKernel(points, sigma, method=method).attend(torch.zeros(300), points[:, :2])

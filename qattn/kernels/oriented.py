@@ -30,7 +30,7 @@ from qattn.ranks import Ranks
 
 __all__ = ["OrientedKernel"]
 
-_SHARE = 0.25  # of the tolerance, for the Gaussian kernel: where normals are opposite, sums are parts of its sums
+_SHARE = 0.25  # part of the tolerance for the Gaussian kernel, whose sums are larger where normals are opposite
 
 
 class OrientedKernel(PointKernel):
@@ -39,7 +39,7 @@ class OrientedKernel(PointKernel):
     Args:
         points: Positions x of shape (*batch, N, d).
         normals: Normals n of the surface, of shape (*batch, N, d), all on the same side of it; see `qattn.normals`.
-            They are scaled to length 1. Points with a normal of 0 are those of weight 0.
+            They are scaled to length 1. A normal of 0 has weight 0.
         sigma: Bandwidth σ > 0: a number, or H numbers, which give a head axis before N.
         weight: How much each normal counts, from 0 to 1, of shape (*batch, N) or a number. With 0, the kernel is
             Gaussian.

@@ -19,7 +19,7 @@ from qattn.tiles.tiling import Tiling, excess, log2_sum, scales_of
 __all__ = ["attend", "count_near", "differentiate", "nanoseconds", "seconds_for"]
 
 _PAIR, _COORDINATE = 2.5, 0.8  # nanoseconds on one core, per pair of points and for each of their coordinates
-_SHARES = 12.0  # log₂ of the least number of tiles among which the tolerance is divided
+_SHARES = 12.0  # log₂ of the least number of tiles that share the tolerance
 _COMPARED = 2**20  # pairs of tiles that are compared at a time
 _CHUNKS = 8  # tasks per thread
 _SAMPLE = 32  # tiles for which near tiles are counted, to estimate a duration
@@ -265,8 +265,10 @@ def _scores(
         The number of the query tile, its rows, which key tiles are near (S,), and the scores (rows, n).
     """
     for i, near in enumerate(is_near):
+        if not near.any():
+            continue
         beta_of_near, keys = beta[near].flatten(), key[near].flatten(0, 1).unbind(-1)  # (n,) and D × (n,)
-        for begin, end in chunks(TILE, max(1, _PAIRS // max(1, len(beta_of_near)))) if len(beta_of_near) else ():
+        for begin, end in chunks(TILE, max(1, _PAIRS // len(beta_of_near))):
             scores = beta_of_near.expand(end - begin, -1).contiguous()
             for q, k in zip(query[i, begin:end].unbind(-1), keys, strict=True):
                 apart = q[:, None] - k

@@ -309,7 +309,7 @@ def _summed_values(
 def _near_tiles(
     query: DeviceTiling, key: DeviceTiling, scale: Tensor, bias: Tensor, most: Tensor, cutoff: Cutoff
 ) -> _Lists:
-    """List the key tiles that matter to each query tile, for sums of e^bias in which each key matters as e^most."""
+    """List the key tiles that matter to each query tile: row sums have weights e^bias, the cut-off e^most."""
     from qattn.tiles.gpu import operators  # here, because Triton is optional
 
     top = _top(bias)

@@ -28,7 +28,7 @@ _UNROLLED = 4  # largest dimension with a loop compiled for it
 # Pairs of points per task of a thread: the least pays for the overhead, the most keeps threads equally busy.
 _MIN_PAIRS, _MAX_PAIRS = 2**18, 2**22
 _CHUNKS = 16  # tasks per thread
-_PASSES_OF_SUMS = 4.0  # of `by_torch.attend` that take as long as `by_torch.differentiate`, about
+_PASSES_OF_SUMS = 4.0  # passes of `by_torch.attend` in the time of one `by_torch.differentiate`, about
 
 
 def attend(
@@ -49,7 +49,7 @@ def attend(
         sigma: Bandwidths (B,); 1 if None.
         value: Values (B, M, C) in the order of the clouds, or None for lse alone.
         bias: Biases (B, M), 0 if None.
-        tol: Fraction of the sum of a row, and of the sum of the sizes of its values, that may be left out; None to
+        tol: Fraction of a row sum that may be left out, both of weights and of sizes of weighted values; None to
             compute all pairs.
         compile_now: Whether to compile the loops at once if they are not compiled, however short this pass is.
     """
@@ -96,7 +96,7 @@ def _sums_of_pairs(
     """Compute lse (B, N) of clouds that attend to themselves, with one exponential for both rows of a pair of points.
 
     Returns:
-        lse, and the ranges of tiles where it is not right, because sums of rows are too small.
+        lse, and the ranges of tiles whose row sums are too small for it to be right.
     """
     from qattn.tiles.loops.gaussian import sum_tiles  # here, because importing Numba takes a while
 
@@ -127,8 +127,8 @@ def differentiate(
 ) -> PairSums:
     """Compute sums over pairs of the terms s̄_ij = exp(s_ij − shift_i) R_i · S_j.
 
-    The results are the same for any number of threads. Blocks of queries and blocks of keys meet in rounds, in each of
-    which every block takes part once, so that no two threads ever add to the same sum.
+    The results are the same for any number of threads. Blocks of queries and blocks of keys meet in rounds. A block
+    takes part in a round once, so that no two threads ever add to the same sum.
 
     Args:
         query: Clouds that attend.
@@ -228,7 +228,7 @@ def _unrolled(query: Tiling) -> tuple[int, ...]:
 
 
 def _chunks(key_tiles: np.ndarray, *, is_limited: bool) -> list[tuple[int, int]]:
-    """Ranges of query tiles of about equal work."""
+    """Split the query tiles into ranges of about equal work."""
     tiles = len(key_tiles)
     if is_limited:
         return even_chunks(tiles)
