@@ -38,7 +38,7 @@ def main():
             points, bias, value = cloud(shape, N), torch.zeros(N), torch.ones(N, 8)
             for sigma in options.sigmas:
                 auto = GaussianKernel(points, sigma, tol=TOL)
-                (choice,) = auto.choices
+                (choice,) = auto.choices()
                 took, whole = {}, {}
                 for method in METHODS:
                     estimate = choice.seconds.get(method, math.inf)

@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 
 from qattn.nn import QDiffusion, QPointTransformer
 from qattn.pictures import figure
-from qattn.tiles.meanwhile import compile_at_first_call
+from qattn.tiles.when_to_compile import compile_at_first_call
 
 CLASSES = 8
 SPACING = 2.0
@@ -66,9 +66,9 @@ def errors(n=1000):
     return [float((a - b).norm() / b.norm()) for a, b in zip(*found, strict=True)]
 
 
+@compile_at_first_call()
 def one(n):
     """A step in this process: prints a row."""
-    compile_at_first_call()
     output_error, gradient_error = errors()
     assert output_error < 1e-2, output_error
     assert gradient_error < 5e-2, gradient_error

@@ -17,7 +17,7 @@ from dataclasses import replace
 from _measure import parsed, save, seconds
 
 from qattn import io, shapes
-from qattn.tiles.meanwhile import compile_at_first_call
+from qattn.tiles.when_to_compile import compile_at_first_call
 from qattn.viewer import PANELS, Model
 
 NOTCHES = 5
@@ -65,6 +65,7 @@ def of_panel(panel, n):
     return row
 
 
+@compile_at_first_call()
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", type=int, nargs="+", default=[5000, 35_000, 100_000, 1_000_000])
@@ -72,7 +73,6 @@ def main():
     options = parsed(parser, sizes=[5000], panels=[2000])
     print(__doc__.splitlines()[0])
     print("| points | first picture | σ changed, 1 step | σ changed, 10 steps | one step more |\n" + "|---" * 5 + "|")
-    compile_at_first_call()
     small = Model(creature(6000), creature(6000, seed=1))
     for panel in PANELS:
         small.picture(replace(small.start(), panel=panel))

@@ -380,7 +380,7 @@ def sorted_cloud(points: Tensor) -> DeviceTiling:
 @pytest.mark.parametrize("decades", [0, 8])
 @pytest.mark.parametrize("tol", [1e-2, 1e-4])
 def test_near_tiles(tol, decades, held: Held) -> None:
-    """What lists leave out is within the tolerance, of sums and of averages, also for masses over decades."""
+    """Lists leave out no more than the tolerance, of sums and of averages, also for masses over decades."""
     points, sigma = torch.stack([sphere(900), ball(900)]).float(), torch.tensor([0.1, 0.05])
     bias = decades * math.log(10) * (torch.rand(2, 900) - 1)
     value = torch.randn(2, 900, 3)

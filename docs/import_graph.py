@@ -1,16 +1,20 @@
 """Draw the import graph of qattn by tiers, to docs/images/import_graph.png: `python docs/import_graph.py [PATH]`.
 
+The picture contains a checksum of what it shows, by which tests/test_docs.py tells whether it is of today's graph.
+
 Tiers and imports are read by the code of tests/test_package.py, which also tests that imports go down. Within a tier,
 packages stand above those that they import, so that every arrow points down. Line widths grow with the number of
 imports. Imports of the foundation, which every tier has, are summed up on the right.
 """
 
+import hashlib
 import math
 import runpy
 import sys
 import textwrap
 from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -80,8 +84,21 @@ def draw_arrow(axis: Axes, start: FancyBboxPatch, end: FancyBboxPatch, count: in
     axis.add_patch(FancyArrowPatch(**ends, **style, color=color, alpha=0.8, zorder=2))
 
 
-def main(target: Path) -> None:
-    """Read the tiers, draw them from the lowest up, and write the picture."""
+class Graph(NamedTuple):
+    """All that the picture shows."""
+
+    tiers: dict[str, tuple[str, ...]]  # packages, the lowest tier first
+    modules: list[str]
+    counts: Counter[tuple[str, str]]  # imports of a package by another one
+
+    def checksum(self) -> str:
+        """Return a checksum that changes with any of them."""
+        shown = self.tiers, self.modules, sorted(self.counts.items())
+        return hashlib.sha256(repr(shown).encode()).hexdigest()
+
+
+def read_graph() -> Graph:
+    """Read the tiers, and count imports."""
     sys.path.insert(0, str(ROOT / "tests"))  # of which test_package.py imports a module
     read = runpy.run_path(str(ROOT / "tests" / "test_package.py"))
     tiers, files, imports = read["TIERS"], read["MODULES"], read["imports"]
@@ -90,6 +107,13 @@ def main(target: Path) -> None:
     for name in modules:
         others = {other for other in imports(files[name]) if other and package_of(other) != package_of(name)}
         counts.update((package_of(name), package_of(other)) for other in others)
+    return Graph(tiers, modules, counts)
+
+
+def main(target: Path) -> None:
+    """Draw the tiers from the lowest up, and write the picture."""
+    graph = read_graph()
+    tiers, modules, counts = graph
     tier_of = {package: number for number, packages in enumerate(tiers.values()) for package in packages}
     drawn = {pair: count for pair, count in counts.items() if tier_of[pair[1]]}  # all but those of the foundation
 
@@ -134,7 +158,7 @@ def main(target: Path) -> None:
     height = bottom - TIERS + 0.7
     axis.set(xlim=(0, WIDTH), ylim=(0, height))
     picture.set_size_inches(UNIT * WIDTH, UNIT * height)
-    picture.savefig(target, dpi=DPI)
+    picture.savefig(target, dpi=DPI, metadata={"Graph": graph.checksum()})
     print(f"wrote {target}")
 
 

@@ -61,7 +61,7 @@ class Network(nn.Module, ABC):
 
 
 class WithPointTransformerConv(Network):
-    """Before."""
+    """The network before, with PyG's layers."""
 
     def made(self, width, num_blocks):
         return nn.ModuleList(PointTransformerConv(width, width) for _ in range(num_blocks))
@@ -71,7 +71,7 @@ class WithPointTransformerConv(Network):
 
 
 class WithQAttention(Network):
-    """After."""
+    """The network after, with ours."""
 
     def made(self, width, num_blocks):
         return nn.ModuleList(QAttention(width, 8, content_dim=4, sigma_range=SIGMA) for _ in range(num_blocks))

@@ -1,6 +1,6 @@
 """Meshes as arguments: vertices with triangles or tetrahedra between them."""
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from torch import Tensor
 
@@ -18,10 +18,9 @@ MeshLike: TypeAlias = "tuple[ArrayLike, ArrayLike] | list[ArrayLike] | Trimesh"
 
 def vertices_and_faces(mesh: MeshLike) -> tuple[Tensor, Tensor]:
     """Return the vertices (N, 3) and the triangles (F, 3) of one mesh."""
-    pair: Any = mesh
-    if hasattr(pair, "vertices") and hasattr(pair, "faces"):  # a Trimesh, recognized without an import
-        pair = pair.vertices, pair.faces
-    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+    is_pair = isinstance(mesh, tuple | list)  # a Trimesh is recognized without an import
+    pair = mesh if is_pair else [getattr(mesh, name) for name in ("vertices", "faces") if hasattr(mesh, name)]
+    if len(pair) != 2:
         raise TypeError(
             f"`mesh` should be a pair (vertices, faces) or a trimesh.Trimesh; got {type(mesh).__name__}. "
             "Read a file with `trimesh.load_mesh`."

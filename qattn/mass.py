@@ -10,7 +10,7 @@ r"""Masses of points: the share of a shape that each point represents.
 A normalized operator does not depend on the scale of its masses, so areas and volumes are not scaled.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,11 +21,18 @@ from qattn._eager import eager
 from qattn._meshes import check_simplices
 from qattn._types import ArrayLike, MassLike, TensorOrArray, like_input
 from qattn.kernels import Kernel, VoxelKernel
-from qattn.kernels.of_points import as_kernel
+from qattn.kernels.of_points import KernelOptions, as_kernel
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # which comes with torch
 
 __all__ = ["density", "mass_of", "vertex_areas", "vertex_volumes", "voxel_density"]
 
 _VOXEL_SIGMA = 3.0  # voxels, as in appendix G of the paper
+
+
+class _Options(KernelOptions, total=False):
+    tol: float
 
 
 def vertex_areas(vertices: ArrayLike, faces: ArrayLike) -> TensorOrArray:
@@ -83,7 +90,11 @@ def vertex_volumes(vertices: ArrayLike, tetrahedra: ArrayLike) -> TensorOrArray:
 
 @eager
 def density(
-    points_or_kernel: ArrayLike | Kernel, sigma: ArrayLike | None = None, *, num_iter: int = 4, **kernel: Any
+    points_or_kernel: ArrayLike | Kernel,
+    sigma: ArrayLike | None = None,
+    *,
+    num_iter: int = 4,
+    **kernel: "Unpack[_Options]",
 ) -> TensorOrArray:
     r"""Compute masses for which Σ_j K_ij m_j is nearly constant, by m ← m / (K m): less mass where points are dense.
 

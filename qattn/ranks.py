@@ -74,6 +74,10 @@ class Ranks(ABC):
         """Return the x of the first rank, without gradient, where those of other ranks may differ by rounding."""
         return self.joined(x)[0]
 
+    def any(self, condition: bool, device: torch.device) -> bool:
+        """Return whether a condition holds on any rank; all ranks ask, with a device that they communicate by."""
+        return bool(self.maximum(torch.tensor(float(condition), device=device)) > 0)
+
     def total(self, x: Tensor) -> Tensor:
         """Compute Σ x over all sites, (*batch, N) to (*batch,)."""
         return self.sum(x.sum(-1))
@@ -114,7 +118,7 @@ class Ranks(ABC):
 
 
 class _Alone(Ranks):
-    """This process alone, with all sites."""
+    """The current process alone, with all sites."""
 
     @property
     def is_alone(self) -> bool:

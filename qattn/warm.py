@@ -10,9 +10,9 @@ from qattn.distances import energy_distance
 from qattn.kernels import GaussianKernel, MixtureKernel
 from qattn.kernels.base import PointKernel
 from qattn.tiles import gaussian
-from qattn.tiles.meanwhile import compile_at_first_call
 from qattn.tiles.order import kd_order
 from qattn.tiles.tiling import Tiling
+from qattn.tiles.when_to_compile import compile_at_first_call
 
 __all__ = ["tasks"]
 
@@ -41,8 +41,8 @@ def tasks() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "mixtures", partial(_compile, _differentiate, _mixture, points)
 
 
+@compile_at_first_call()
 def _compile(function: Callable[..., object], *arguments: object) -> None:
-    compile_at_first_call()
     function(*arguments)
 
 

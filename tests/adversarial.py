@@ -609,7 +609,7 @@ def values_of(p: Problem, absent: Tensor | None = None) -> Tensor:
 
 
 def shaped(p: Problem, result: Tensor) -> Tensor:
-    """As the library gives it: without an axis of channels for a signal (N,)."""
+    """The shape that the library gives: without an axis of channels for a signal (N,)."""
     return result[..., 0] if p.signal.ndim == 1 else result
 
 
@@ -1030,7 +1030,7 @@ def dense_operator(p: Problem, terms: list[Leaves], mass: Tensor) -> Tensor:
 
 
 def excuse(p: Problem, error: BaseException) -> str | None:
-    """Why a refusal is legitimate."""
+    """The reason why a refusal is legitimate."""
     names = " ".join(term.name for term in p.terms)
     text = str(error)
     if isinstance(error, FourierError) and "fourier" in names:

@@ -1,7 +1,9 @@
+import itertools
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 CPU = Path("/proc/cpuinfo")
 # Some virtual machines announce AMX and do not allow it: torch then dies of SIGILL in products of bfloat16.
@@ -18,12 +20,17 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
-from qattn.tiles import meanwhile  # noqa: E402
-
-meanwhile.compile_at_first_call()  # tests are of the loops, from the first pair on
+from qattn.tiles import when_to_compile  # noqa: E402
 
 settings.register_profile("repeatable", derandomize=True, database=None)
 settings.load_profile("repeatable")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _loops():
+    """Tests are of the loops, from the first pair on."""
+    with when_to_compile.compile_at_first_call():
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -47,9 +54,15 @@ def _flex_everywhere(monkeypatch):
 @pytest.fixture
 def _cold(monkeypatch):
     """A machine on which nothing is compiled, or remembered."""
-    monkeypatch.setattr(meanwhile, "is_compiled", lambda task: False)
-    monkeypatch.setattr(meanwhile, "remember", lambda task: None)
-    monkeypatch.setattr(meanwhile, "_spent", {})
+    monkeypatch.setattr(when_to_compile, "is_compiled", lambda task: False)
+    monkeypatch.setattr(when_to_compile, "remember", lambda task: None)
+    monkeypatch.setattr(when_to_compile, "_spent", {})
+
+
+@pytest.fixture
+def _slow_machine(monkeypatch):
+    """A machine on which ten seconds pass between any two looks at the clock of progress bars."""
+    monkeypatch.setattr("qattn._progress.time", SimpleNamespace(monotonic=itertools.count(0, 10).__next__))
 
 
 @pytest.fixture

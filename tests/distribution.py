@@ -109,7 +109,7 @@ def use(wheel: Path, folder: Path) -> None:
 
 
 def main() -> None:
-    """Do all of it."""
+    """Build, check, install and run."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         first, second = build(folder / "first"), build(folder / "second")

@@ -116,7 +116,7 @@ def _full(covariances: Tensor, dims: int) -> Tensor:
 
 
 def _symmetric(matrix: Tensor) -> Tensor:
-    """So that an entry and its mirror image share their derivative."""
+    """A matrix of which an entry and its mirror image share their derivative."""
     return (matrix + matrix.mT) / 2
 
 
@@ -154,7 +154,7 @@ WEIGHT = torch.rand(N, dtype=torch.float64, generator=_generator(8))
 
 
 def _oriented(**options: object) -> Case:
-    """At new points, with the normal and the weight of the nearest site."""
+    """The kernel at new points, with the normal and the weight of the nearest site."""
 
     def factor(n: Tensor, u: Tensor, m: Tensor, w: Tensor) -> Tensor:
         n, m = (torch.nn.functional.normalize(normals, dim=-1) for normals in (n, m))
@@ -202,7 +202,7 @@ NEAR = distances(POINTS, POINTS) < 0.6
 
 
 def _graph(eps: float) -> Case:
-    """With one weight for both directions of an edge: that of the lower end and the higher one."""
+    """One weight for both directions of an edge: that of the lower end and the higher one."""
 
     def symmetric(weight: Tensor) -> Tensor:
         low, high = EDGES.amin(0), EDGES.amax(0)

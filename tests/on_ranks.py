@@ -11,6 +11,7 @@ import warnings
 from functools import partial
 from pathlib import Path
 from threading import Timer
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import qattn
 from qattn.distributed import Group, compact, gather, shard
+from qattn.tiles import when_to_compile
 
 sharded_kernel = partial(qattn.GaussianKernel, group="world")
 SIGMA, TOL = 0.4, {"exact": 1e-10, "tiles": 1e-6, "fourier": 1e-6}
@@ -162,7 +164,7 @@ def batches_and_heads(method):
 
 
 def gradients(method):
-    """By points, σ, masses and signal, through the normalization, with a graph and without; and of second order."""
+    """Gradients by points, σ, masses and signal, through the normalization, with a graph and without; second orders."""
     N, tol = 90, TOL[method]
     given = cloud(N)
     weights = torch.randn(N, 2, dtype=torch.float64)
@@ -293,6 +295,46 @@ def dtensors(method):
     assert qattn.GaussianKernel(sharded, SIGMA).ranks.size == dist.get_world_size()
     assert "full_tensor" in refusal(lambda: qattn.diffusion(alone) @ signals)
     assert "full_tensor" in refusal(lambda: qattn.diffusion(alone, mass=masses))
+
+
+def cold(method):
+    """Loops are compiled on some ranks only, one of which has no points: all choose alike, and make the same calls."""
+    compiler = dict.fromkeys(when_to_compile._COMPILER, 0.0 if dist.get_rank() else 1e9)
+    machine = {"is_compiled": lambda task: False, "remember": lambda task: None, "_COMPILER": compiler, "_spent": {}}
+    points, mass, signal = cloud(6000)
+
+    def gradients(kernel, index, dtype):
+        x, signals = (given[index].to(dtype).requires_grad_() for given in (points, signal))
+        q = qattn.diffusion(kernel(x, SIGMA), mass=mass[index].to(dtype), tol=1e-6)
+        return torch.autograd.grad((q @ signals).square().sum(), (x, signals))
+
+    expected = gradients(partial(qattn.GaussianKernel, method="exact"), torch.arange(6000), torch.float64)
+    with patch.multiple(when_to_compile, **machine):
+        for index in list(shares(6000))[1:]:
+            kernel = sharded_kernel(points[index].float(), SIGMA, method=method)
+            notes = [None] * dist.get_world_size()
+            dist.all_gather_object(notes, [str(choice) for choice in kernel.choices()])
+            assert notes == notes[:1] * len(notes)
+            found = gradients(partial(sharded_kernel, method=method, tol=1e-5), index, torch.float32)
+            for got, wanted in zip(found, expected, strict=True):
+                torch.testing.assert_close(got.double(), wanted[index], rtol=0, atol=1e-3 * float(wanted.abs().amax()))
+
+
+def cancelled(_):
+    """Gradients by a backend that multiplies coordinates, in float32: summed in float64 where they would cancel."""
+    points, _, signal = cloud(300)
+
+    def gradients(kernel, index, dtype):
+        x, sigma = points[index].to(dtype).requires_grad_(), torch.tensor(0.01, dtype=dtype, requires_grad=True)
+        out, lse = kernel(x, sigma).attend(torch.zeros(len(index), dtype=dtype), signal[index].to(dtype))
+        return torch.autograd.grad(out.square().sum() + lse.square().sum(), (x, sigma))
+
+    expected = gradients(partial(qattn.GaussianKernel, method="exact"), torch.arange(300), torch.float64)
+    for index in shares(300):
+        by_points, by_sigma = gradients(partial(sharded_kernel, backend="reference"), index, torch.float32)
+        torch.testing.assert_close(Group().sum(by_sigma.double()), expected[1], rtol=3e-4, atol=0)
+        atol = 1e-3 * float(expected[0].abs().amax())
+        torch.testing.assert_close(by_points.double(), expected[0][index], rtol=0, atol=atol)
 
 
 def choices(_):
@@ -533,6 +575,8 @@ CHECKS = {
             compacted,
             dtensors,
             choices,
+            cold,
+            cancelled,
             refusals,
             masses_by_density,
             disagreements,

@@ -57,7 +57,7 @@ def memory_efficient_attention_forward_requires_grad(
 def memory_efficient_attention_backward(
     grad, output, lse, query, key, value, attn_bias=None, p=0.0, scale=None, *, op=None
 ):
-    """By the formulas of its kernel: p = exp(s − lse), s̄ = p (⟨grad, v⟩ − ⟨grad, output⟩)."""
+    """The formulas of the kernel: p = exp(s − lse), s̄ = p (⟨grad, v⟩ − ⟨grad, output⟩)."""
     assert lse.shape[-1] % 32 == 0
     g, o, q, k, v = (x.transpose(1, 2) for x in (grad, output, query, key, value))
     weights = torch.exp(scale * q @ k.mT - lse[..., : q.shape[2], None])

@@ -114,7 +114,7 @@ def test_absent_keys_do_not_count(backend):
 @pytest.mark.parametrize("value", [None, torch.randn(2, 30, 4)], ids=["lse", "values"])
 @pytest.mark.parametrize("backend", CPU)
 def test_all_keys_absent(backend, value):
-    """In one of two clouds; no NaN anywhere."""
+    """The keys of one of two clouds are absent; no NaN anywhere."""
     points, bias = torch.randn(2, 30, 3), torch.zeros(2, 30)
     bias[1] = -torch.inf
     out, lse = attend(points, points, value, bias=bias, backend=backend)
@@ -213,7 +213,7 @@ def test_more_than_65536_rows(backend):
 
 @pytest.mark.parametrize("backend", CPU)
 def test_translation_changes_nothing(backend):
-    """Neither lifted nor scaled coordinates may lose digits to an offset that float32 itself can hold."""
+    """Lifted and scaled coordinates lose no digits to an offset that float32 itself can hold."""
     points = (torch.randn(200, 3) * 1024).round() / 1024
     moved = points + 64.0
     assert torch.equal(moved - 64.0, points)

@@ -72,7 +72,7 @@ KERNEL_TENSORS = ("points", "sigma", "bias", "value")
 @pytest.mark.parametrize("dtype", [torch.float64, slow(torch.float32), slow(torch.float16), slow(torch.bfloat16)])
 @pytest.mark.parametrize("name", KERNELS)
 def test_fused_equals_composed_in_kernels(name, dtype):
-    """For every mask of needed gradients, by σ too, and for values of 16 bits beside points of 32."""
+    """Every mask of needed gradients, by σ too, and values of 16 bits beside points of 32."""
     precision = torch.promote_types(dtype, torch.float32)
     points, bias = ball(150).to(precision), torch.randn(150, dtype=precision)
     bias[:3] = -torch.inf

@@ -196,7 +196,7 @@ def test_shapes_broadcast_as_those_of_torch(shapes):
 
 @pytest.mark.parametrize("order", ["<", ">"])
 def test_arrays_of_either_byte_order_that_may_not_be_written_to(order):
-    """As files of other machines and memory maps hold them."""
+    """Files of other machines and memory maps hold such arrays."""
 
     def stored(numbers, dtype):
         array = np.asarray(numbers).astype(np.dtype(dtype).newbyteorder(order))

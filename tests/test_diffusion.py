@@ -348,7 +348,7 @@ def test_gradients_of_what_was_applied_at_construction():
 
 
 def test_the_detached_gradient_of_sigma_has_the_wrong_sign():
-    """On a unit sphere with σ = 0.6, where the implicit one agrees with finite differences."""
+    """The implicit one agrees with finite differences on a unit sphere with σ = 0.6."""
     points = sphere(96)
     for seed in range(20):  # a random linear loss for which the two disagree in sign
         weight = torch.randn(96, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))

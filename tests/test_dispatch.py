@@ -185,13 +185,13 @@ def test_unknown_names():
     ],
 )
 def test_versions_of_triton(fake_triton, version, reason):
-    """Before 3.5 the kernels do not compile."""
+    """Versions before 3.5 do not compile the kernels."""
     fake_triton(version)
     assert triton_device.why_not_installed.__wrapped__() == reason
 
 
 def test_triton_that_cannot_launch(fake_triton, monkeypatch):
-    """It compiles its launcher on the machine itself."""
+    """Triton compiles its launcher on the machine itself."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     fake_triton("3.7.1", "raise RuntimeError('Failed to find C compiler.\\nPlease specify via CC')")
     assert triton_device.why_not_installed.__wrapped__() == (

@@ -58,7 +58,7 @@ def test_two_ranks_are_one_process():
     checks = "same_as_one", "near_and_far", "batches_and_heads", "gradients"
     others = "spectra:exact", "spectra:tiles", "compacted:tiles", "dtensors:tiles", "choices:auto"
     others += "masses_by_density:exact", "masses_by_density:tiles", "disagreements:auto", "looks:auto", "looks:tiles"
-    others += "with_normals:exact", "with_normals:tiles"
+    others += "with_normals:exact", "with_normals:tiles", "cold:tiles", "cold:auto", "cancelled:exact"
     layers = "refusals:auto", "networks:exact", "compiled_in_bfloat16:exact", "fully_sharded:exact"
     on_ranks(2, *(f"{check}:{method}" for check in checks for method in METHODS), *others, *layers)
 
@@ -72,7 +72,7 @@ def test_four_ranks_are_one_process():
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "size"), [(signal.SIGKILL, 3), (signal.SIGSTOP, 2)], ids=["killed", "stalled"])
 def test_a_rank_that_is_lost_stops_the_others(tmp_path, number, size):
-    """Within the timeout, with a sentence that says what to do; a new start goes on from what was saved."""
+    """The others stop within the timeout and say what to do; a new start goes on from what was saved."""
     port, timeout = free_port(), 4.0
     command = [sys.executable, SCRIPT, port, str(size), "killed:tiles"]
     folder = {"FOLDER": str(tmp_path)}

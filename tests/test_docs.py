@@ -1,6 +1,7 @@
 """Pages run as shown: the blocks of Python of each, one after the other, and the commands, on files as named."""
 
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 import trimesh
 from cases import slow
 from matplotlib import pyplot
+from PIL import Image
 from test_io import WHOLE
 from typer.testing import CliRunner
 
@@ -34,6 +36,13 @@ def test_the_import_graph_is_drawn(tmp_path):
     target = tmp_path / "graph.png"
     subprocess.run([sys.executable, str(ROOT / "docs" / "import_graph.py"), str(target)], check=True)
     assert pyplot.imread(target).shape[0] > 1000
+
+
+def test_the_picture_of_the_import_graph_is_of_today():
+    """`python docs/import_graph.py` draws it anew."""
+    graph = runpy.run_path(str(ROOT / "docs" / "import_graph.py"))["read_graph"]()
+    with Image.open(ROOT / "docs" / "images" / "import_graph.png") as picture:
+        assert picture.info["Graph"] == graph.checksum()
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def dense(points, mass, sigma, d):
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-6), (torch.float32, 1e-4)])
 @pytest.mark.parametrize("place", [0.0, 1e3])
 def test_against_all_pairs(method, dtype, rtol, place):
-    """With masses over four decades and points without mass; rounding to float32 at 1e3 moves points by 3e-5."""
+    """Masses over four decades and points without mass; rounding to float32 at 1e3 moves points by 3e-5."""
     generator = torch.Generator().manual_seed(0)
     points = (sphere(700) + place).to(dtype)
     mass = 10.0 ** (-4 * torch.rand(700, generator=generator, dtype=torch.float64))

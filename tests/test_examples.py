@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("_one_thread")
 @pytest.mark.slow
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.relative_to(FOLDER).with_suffix("").as_posix())
 def test_an_example_draws_its_picture(path, tmp_path, monkeypatch, capsys):
-    """And what it says of the paper's claims is true: it fails where one does not hold."""
+    """The paper's claims hold too: an example fails where one does not."""
     if path.stem == "pyg":
         pytest.importorskip("torch_geometric")
     monkeypatch.chdir(tmp_path)

@@ -7,7 +7,7 @@ from cases import dense_energy_distance
 from memory import added_megabytes
 from test_progress import terminal_of
 
-from qattn import _progress, diffuse, diffusion, flows
+from qattn import diffuse, diffusion, flows
 from qattn.distances import chamfer_distance, energy_distance
 from qattn.flows import flow
 
@@ -110,9 +110,9 @@ def test_potentials_start_from_those_of_the_step_before(monkeypatch):
     assert max(passes[1:]) < passes[0]
 
 
+@pytest.mark.usefixtures("_slow_machine")
 def test_long_flows_show_their_steps(monkeypatch):
     terminal = terminal_of(monkeypatch)
-    monkeypatch.setattr(_progress, "_PATIENCE", 0.0)
     flow(*disc_and_corner(20), num_steps=7)
     assert "Flow" in terminal.getvalue()
     assert "/7" in terminal.getvalue()

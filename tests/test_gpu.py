@@ -75,7 +75,7 @@ def test_float32_points_with_float16_values(backend):
 @pytest.mark.parametrize("backend", CUDA)
 @pytest.mark.parametrize("sigma", [0.2, 0.1, 0.05, 0.02])
 def test_lse_of_small_bandwidths(backend, sigma):
-    """Within what the backend estimates, which is what decides whether it may serve; 1e-4 where nothing cancels."""
+    """The error is within the backend's estimate, which decides whether it may serve; 1e-4 where nothing cancels."""
     points = (ball(2000) / sigma).float().cuda()
     _, lse = attend_or_skip(backend, query=points, key=points, tol=1e-2)
     bound = 1e-4

@@ -127,7 +127,7 @@ def test_a_backend_that_cannot_serve_the_backward_pass_leaves_it_to_auto(monkeyp
 @pytest.mark.parametrize("method", ["exact", "tiles"])
 @pytest.mark.parametrize("channels", [None, 3])
 def test_derivatives_by_the_bandwidth_alone(method, channels):
-    """From averages of ‖q − k‖² v of the forward pass: those by the points divided by it, and again."""
+    """Averages of ‖q − k‖² v of the forward pass give them: those by the points divided by σ, and again."""
     points, biases = torch.rand(2, 20, 3).double(), torch.randn(2, 2, 20).double().requires_grad_()
     biases.data[0, 1, :5] = -torch.inf  # keys that are left out
     values = [] if channels is None else [torch.randn(2, 2, 20, channels).double().requires_grad_()]

@@ -264,7 +264,7 @@ SIXTEEN_BITS = {
 @pytest.mark.parametrize("needs_gradient", [False, True])
 @pytest.mark.parametrize("make", SIXTEEN_BITS.values(), ids=SIXTEEN_BITS)
 def test_signals_of_sixteen_bits_are_rounded_once(make, needs_gradient, dtype):
-    """Also under autocast: what comes out is the float64 mean to half a unit in the last place, and a little."""
+    """The result is the float64 mean to half a unit in the last place, and a little, under autocast too."""
     kernel, K = make(random_graph(60).float())
     value, bias = torch.randn(2, 60, 5).to(dtype), torch.randn(60)
     weights = K.double() * torch.exp(bias.double())
@@ -284,7 +284,7 @@ def test_signals_of_sixteen_bits_are_rounded_once(make, needs_gradient, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_many_unsorted_edges_with_repeated_ones_and_loops(dtype):
-    """With keys beyond 32 bits; with a gradient and without, as SciPy adds them up."""
+    """Keys beyond 32 bits, with a gradient and without, as SciPy adds them up."""
     generator = torch.Generator().manual_seed(0)
     N = 50_000
     pairs = torch.randint(N, (2, 40_000), generator=generator)

@@ -105,7 +105,7 @@ def test_items_have_all_that_operators_have():
 
 @pytest.mark.parametrize("method", ["exact", "tiles", slow("fourier")])
 def test_gradients_flow_through_an_item(method):
-    """Both orders, by points, σ and masses, are those of the item of a product."""
+    """Gradients of both orders, by points, σ and masses, are those of the item of a product."""
     tensors = [torch.randn(2, 30, 2, dtype=DOUBLE), torch.tensor([0.5, 0.8], dtype=DOUBLE), torch.rand(30) + 0.5]
     signal, results = torch.randn(30, 2, dtype=DOUBLE), []
     for early in (True, False):

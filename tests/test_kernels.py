@@ -118,11 +118,13 @@ def test_a_matrix_with_an_empty_row():
 
 
 def test_what_a_kernel_prints():
-    assert repr(2 * A) == ("2 * GaussianKernel((30, 3), sigma=0.5, method='exact')")
+    A, B = GaussianKernel(POINTS[0], 0.5), GaussianKernel(POINTS[0], 1.5, method="exact")
+    assert repr(2 * A) == "2 * GaussianKernel((30, 3), sigma=0.5, method='auto')"  # nothing is chosen yet
+    A.attend(torch.zeros(30).double())
     assert repr(A + B) == (
         "GaussianKernel((30, 3), sigma=0.5, method='exact') + GaussianKernel((30, 3), sigma=1.5, method='exact')"
     )
-    assert repr(GaussianKernel(POINTS, [0.1, 0.2])) == "GaussianKernel((2, 30, 3), sigma=2 bandwidths, method='exact')"
+    assert repr(GaussianKernel(POINTS, [0.1, 0.2])) == "GaussianKernel((2, 30, 3), sigma=2 bandwidths, method='auto')"
     assert repr(MatrixKernel(SIMILARITY)) == "MatrixKernel((10, 10))"
 
 

@@ -37,7 +37,7 @@ def masses(case, dtype=DOUBLE):
 
 
 def close(found, expected, tol):
-    """Within `tol` of the largest of what is expected."""
+    """Compare to `tol` of the largest expected number."""
     assert found.shape == expected.shape
     gap, size = (found.double() - expected).abs().max(), expected.abs().max()
     assert gap <= tol * size, f"{float(gap / size):.1e} > {tol:.1e}"
@@ -133,7 +133,7 @@ def dense_operator(case):
 @pytest.mark.parametrize("create_graph", [False, slow(True)], ids=["fused", "composed"])
 @pytest.mark.parametrize("mean", [0.0, 100.0])
 def test_first_gradients(case, mean, create_graph):
-    """By every tensor, the masses and the signal, in float32, also of signals far from 0."""
+    """Gradients by every tensor, the masses and the signal, in float32, also of signals far from 0."""
     mass, signal, weight = masses(case), *torch.randn(2, case.size, 2, dtype=DOUBLE)
 
     def build(tensors, mass):
@@ -256,7 +256,7 @@ def test_two_threads(case):
 
 
 def test_error(case):
-    """On a few rows, `error` returns at least a tenth of the true error on all of them."""
+    """`error` returns at least a tenth of the true error of all rows from a few of them."""
     kernel = case.make(**tensors_of(case, SINGLE))
     bias = 4 * torch.randn(case.size, dtype=DOUBLE)
     found = kernel.attend(bias.float()).lse.double()

@@ -8,7 +8,7 @@ import torch
 from cases import dense_spectrum
 from test_progress import terminal_of
 
-from qattn import Spectrum, _progress, shapes
+from qattn import Spectrum, shapes
 from qattn.distances import neighbors
 from qattn.maps import fit_functional_map, functional_map, point_map, zoomout
 from qattn.signatures import heat_kernel_signature
@@ -71,7 +71,7 @@ def test_composition():
 
 
 def test_the_inverse_is_the_adjoint():
-    """This holds for maps that keep masses, in any bases."""
+    """Maps that keep masses have it in any bases."""
     source, order = random_spectrum(40, 10), torch.randperm(40)
     other = random_spectrum(40, 10)
     basis = torch.linalg.qr(other.vectors * source.mass[order].sqrt()[:, None]).Q
@@ -91,7 +91,7 @@ def test_isometries_are_orthogonal_and_commute_with_the_laplacian():
 
 
 def test_a_point_map_returns_from_its_functional_map():
-    """This holds for complete bases and bijections; a tree serves few dimensions, products serve many."""
+    """Complete bases and bijections suffice; a tree serves few dimensions, products serve many."""
     for n in (15, 60):
         source, order = random_spectrum(n, n), torch.randperm(n)
         target = replace(source, vectors=source.vectors[order], mass=source.mass[order])
@@ -235,10 +235,10 @@ def test_zoomout_of_a_point_map():
     torch.testing.assert_close(once, functional_map(source, target, order))
 
 
+@pytest.mark.usefixtures("_slow_machine")
 def test_long_refinements_show_their_passes(monkeypatch):
     spectrum = random_spectrum(30, 20)
     terminal = terminal_of(monkeypatch)
-    monkeypatch.setattr(_progress, "_PATIENCE", 0.0)
     zoomout(spectrum, spectrum, np.arange(30), start=5, stop=20)
     assert "ZoomOut" in terminal.getvalue()
     assert "/15" in terminal.getvalue()

@@ -200,7 +200,7 @@ def test_other_samples_of_a_surface(module, sphere):
 
 @pytest.mark.slow
 def test_training_goes_on_where_it_was(module, tmp_path):
-    """As if it had not been interrupted: every parameter, the curve, and the next random numbers."""
+    """Every parameter, the curve and the next random numbers are those of a training that was not interrupted."""
     data, samples, spectra, training = (module(name) for name in ("data", "samples", "spectra", "training"))
     networks = module("networks")
     cache = spectra.Cache(tmp_path / "cache")

@@ -24,7 +24,7 @@ def step(n):
 
 @pytest.mark.slow
 def test_a_training_step_of_20_000_points_stays_under_a_gigabyte():
-    """Through the normalization, by points and σ, with 8 channels; one N × N matrix would be 1.6 GB."""
+    """Gradients by points and σ, through the normalization, with 8 channels; one N × N matrix would be 1.6 GB."""
     assert added_megabytes(TRAINING, "step(300)", "step(20_000)") < 1000
 
 
@@ -67,7 +67,7 @@ def test_memory_grows_with_the_points_not_the_pairs(backend, wants_gradient):
 
 @pytest.mark.parametrize("method", ["exact", "tiles", "fourier", "auto"])
 def test_what_a_kernel_has_prepared_goes_with_it(method):
-    """At once, not when Python's collector comes by: a loop that makes an operator in each step must not grow."""
+    """Memory is free at once, without Python's collector: a loop that makes an operator in each step must not grow."""
     points = torch.nn.functional.normalize(torch.randn(5000, 3), dim=-1)
 
     def step():

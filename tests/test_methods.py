@@ -100,7 +100,7 @@ def test_errors_of_a_ragged_batch_leave_out_the_padding():
 
 @pytest.mark.parametrize("method", ["tiles", slow("fourier")])
 def test_gradients_agree_with_exact_ones(method):
-    """By points, σ, masses and signal, through the normalization, with a batch and heads."""
+    """Gradients by points, σ, masses and signal, through the normalization, with a batch and heads."""
     generator = torch.Generator().manual_seed(0)
     points = torch.stack([sphere(500), sphere(500)])
     mass = torch.rand(2, 1, 500, dtype=torch.float64, generator=generator) + 0.1
@@ -212,7 +212,10 @@ def test_biases_may_add_axes_in_any_order(batch):
 def test_auto_takes_the_cheapest_and_says_why():
     points = sphere(20_000).float()
     small, large = GaussianKernel(points, 0.02), GaussianKernel(points, 1.0)
-    assert (small.method, large.method) == ("tiles", "fourier")
+    for kernel in (small, large):
+        assert str(kernel) == repr(kernel)  # printing chooses nothing
+        assert "method='auto'" in repr(kernel)
+    assert [choice.method for kernel in (small, large) for choice in kernel.choices()] == ["tiles", "fourier"]
     for kernel in (small, large):
         lines = str(kernel).splitlines()
         assert lines[0] == repr(kernel)
@@ -221,7 +224,9 @@ def test_auto_takes_the_cheapest_and_says_why():
     assert "modes, more than" in str(small)
     assert "too many pairs in reach" in str(large)
     assert GaussianKernel(points[:100], 0.02).method == "exact"
-    assert "sigma = 0.02" in str(GaussianKernel(points[:100], [0.02, 1.0]))
+    heads = GaussianKernel(points[:100], [0.02, 1.0])
+    heads.attend(torch.zeros(100))
+    assert "sigma = 0.02" in str(heads)
 
 
 def test_auto_in_many_dimensions_is_exact():
@@ -236,7 +241,8 @@ def test_an_attention_backend_asked_for_is_used():
     points = sphere(5000).float()
     assert GaussianKernel(points, 0.02, backend="sdpa").method == "exact"
     assert GaussianKernel(points, 0.02, backend="native").method == "tiles"
-    assert 'it takes the backends native, triton, flex, not "sdpa"' in str(GaussianKernel(points, 0.02, backend="sdpa"))
+    (choice,) = GaussianKernel(points, 0.02, backend="sdpa").choices()
+    assert 'it takes the backends native, triton, flex, not "sdpa"' in str(choice)
 
 
 @pytest.mark.parametrize(
@@ -268,7 +274,7 @@ def test_values_that_a_method_does_not_take():
 
 @pytest.mark.usefixtures("_flex_everywhere")
 def test_methods_by_device():
-    """On the devices of others there is "exact"; on CUDA, "fourier" asks for its library."""
+    """Other devices have "exact"; on CUDA, "fourier" asks for its library."""
     elsewhere = torch.empty(10, 3, device="meta")
     with pytest.raises(ValueError, match="it takes points on cpu or cuda, and these are on meta"):
         Plan(PreparedPoints(elsewhere, elsewhere, ALONE), torch.tensor(1.0), "tiles", 1e-3, "auto", Workload())
@@ -310,7 +316,7 @@ def test_auto_turns_to_another_method_then_and_says_so():
 
 @pytest.mark.slow
 def test_auto_does_so_in_a_backward_pass_too(monkeypatch):
-    """With targets apart from the points, so that the engine of the backward pass is another one."""
+    """Targets apart from the points, so that the engine of the backward pass is another one."""
     points, targets = sphere(20_000), sphere(15_000)
 
     def gradient(method):

@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,8 +15,7 @@ from memory import added_megabytes
 from scipy.spatial.transform import Rotation
 
 from qattn import GaussianKernel, MixtureKernel, Solver, check_axioms, diffusion, sinkhorn
-from qattn.attention.inputs import Inputs
-from qattn.kernels.mixture_overlap import Overlap, _attend_listed
+from qattn.kernels.mixture_overlap import Overlap
 from qattn.tiles.mixture import MixtureTiles, MixtureTiling
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
@@ -61,12 +61,14 @@ def check(kernel, matrix, tolerance=1e-9):
     torch.testing.assert_close(found.lse, expected[1], rtol=0, atol=tolerance)
     torch.testing.assert_close(found.out, expected[0], rtol=0, atol=10 * tolerance)
     torch.testing.assert_close(kernel.attend(bias).lse, expected[1], rtol=0, atol=tolerance)
-    if kernel.method == "tiles":  # by torch, as on other devices and for second derivatives
-        query, key = (x[None] for x in kernel._embedded())
-        inputs = Inputs(query, key, value[None], bias[None], score=kernel._overlap, tol=1e-10)
-        found = _attend_listed(kernel._engine._tiles, inputs)
-        torch.testing.assert_close(found.lse[0], expected[1], rtol=0, atol=tolerance)
-        torch.testing.assert_close(found.out[0], expected[0], rtol=0, atol=10 * tolerance)
+    if kernel.method == "tiles":  # in torch, as on other devices: gradients that can be differentiated again
+        weights = torch.randn(*expected[0].shape).double(), torch.randn(*expected[1].shape).double()
+        inputs = bias.requires_grad_(), value.requires_grad_()
+        found, expected = (
+            torch.autograd.grad(attend(*inputs), inputs, weights, create_graph=True)
+            for attend in (kernel.attend, partial(attended, matrix))
+        )
+        torch.testing.assert_close(found, expected, rtol=0, atol=100 * tolerance)
 
 
 CASES = [
@@ -259,7 +261,7 @@ def test_gradients(kind, method):
 
 @pytest.mark.parametrize("form", ["overlap", "equation 5"])
 def test_compiled_gradients_are_those_of_torch(form):
-    """Over many tiles, by everything a splat has, with keys left out and others than the queries."""
+    """Gradients by everything a splat has, over many tiles, with keys left out and others than the queries."""
     gradients = []
     for method in ("tiles", "exact"):
         torch.manual_seed(0)
@@ -410,7 +412,7 @@ def test_needles_in_float32(method, sigma):
 
 @pytest.mark.parametrize("method", ["exact", "tiles"])
 def test_gradients_of_needles_in_float32(method):
-    """They are those of the dense float64 kernel, relative to the largest of each: nothing cancels visibly."""
+    """Gradients equal those of the dense float64 kernel, relative to the largest of each: nothing cancels visibly."""
     means, covariances = needles(60, torch.float32)
     sigma, value, weight = torch.tensor(0.55), torch.randn(60, 2), torch.randn(60, 2)
 
@@ -442,7 +444,7 @@ def test_needles_whose_rounding_is_more_than_the_bandwidth(method):
 @pytest.mark.parametrize("sigma", [0.1, 0.01, 0.001])
 @pytest.mark.parametrize("method", ["exact", "tiles"])
 def test_needles_in_float64(method, sigma):
-    """As many digits are lost as needles are longer than wide, squared: 1e10 of 1e16 for the last."""
+    """Digits are lost by the squared ratio of length and width: 1e10 of 1e16 for the last needles."""
     means, covariances = needles(200, torch.float64)
     lse = MixtureKernel(means, covariances, sigma, method=method).attend(torch.zeros(200).double()).lse
     exact = dense_log_kernel(means, covariances, sigma).logsumexp(1)

@@ -32,7 +32,7 @@ def dense(module, x, mass, points=None):
 
 @pytest.mark.parametrize("coord_dim", [0, 3])
 def test_values_gradients_and_weights(coord_dim):
-    """With padding, and positions if there are any, also far from the origin."""
+    """Padding counts, and positions if there are any, also far from the origin."""
     module = QMultiheadAttention(8, 2, coord_dim=coord_dim, batch_first=True, sigma_range=(0.3, 1.0), **EXACT)
     x = torch.randn(2, 30, 8)
     points = torch.rand(2, 30, 3) if coord_dim else None
@@ -104,7 +104,7 @@ def test_layouts_agree():
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")
 def test_inside_the_encoder_of_torch():
-    """In training and without gradients, where torch would take its fused attention; padding changes nothing."""
+    """The encoder works in training, and without gradients, where torch would take its own; padding changes nothing."""
     layer = nn.TransformerEncoderLayer(16, 2, dim_feedforward=32, dropout=0.0, batch_first=True)
     layer.self_attn = QMultiheadAttention(16, 2, batch_first=True, **EXACT)
     encoder = nn.TransformerEncoder(layer, 2)

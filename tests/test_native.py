@@ -50,7 +50,7 @@ def test_sums_over_many_equal_keys(channels):
 
 @pytest.fixture(params=["torch's", "our own"])
 def pool(request, monkeypatch):
-    """Both kinds of threads: those of torch, and those where torch has no OpenMP."""
+    """Two kinds of threads: those of torch, and those where torch has no OpenMP."""
     if request.param == "our own":
         monkeypatch.setattr(threads, "_openmp", lambda: None)
     else:

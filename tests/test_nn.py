@@ -33,7 +33,7 @@ def dense_operator(points, sigma, mass, content=None, steps=200):
 
 
 def exact(module):
-    """In float64, and normalized as far as it goes."""
+    """The network in float64, normalized as far as it goes."""
     for layer in module.modules():
         if isinstance(layer, QDiffusion):
             layer.tol = 1e-12
@@ -224,7 +224,7 @@ def test_extreme_bandwidths(low):
 
 
 def test_bandwidths_that_are_not_learned():
-    """They have no gradient, and are saved all the same."""
+    """Fixed bandwidths have no gradient, and are saved all the same."""
     layer = QDiffusion(2, sigma_range=(0.1, 0.4), learn_sigma=False)
     signal = torch.randn(2, 50, 3, requires_grad=True)
     layer(signal, torch.rand(50, 3)).square().sum().backward()
@@ -306,7 +306,7 @@ def test_layouts_agree(name):
 
 
 class Data:
-    """As much of a `torch_geometric.data.Data` as counts: attributes, None where there is nothing."""
+    """The part of `torch_geometric.data.Data` that counts: attributes, None where there is nothing."""
 
     def __init__(self, **given):
         self.__dict__ |= {"x": None, "pos": None, "batch": None} | given
@@ -581,7 +581,7 @@ def test_gradients_in_tangent_planes():
 
 
 def test_a_network_with_tangent_gradients():
-    """As DiffusionNet's: indifferent to the frames; one cloud, a batch, packed clouds of different sizes."""
+    """Frames change nothing, as in DiffusionNet: one cloud, a batch, packed clouds of different sizes."""
     network = exact(QDiffNet(3, 4, gradient="tangent", **SMALL))
     points = sphere(120)
     grad_x, grad_y = tangent_gradients(points)

@@ -102,7 +102,7 @@ def test_far_from_the_origin_and_many_points_of_no_mass():
 
 @pytest.mark.parametrize("size", [slow(6000), 900])
 def test_spectra_with_normals_by_coarse_levels_and_by_lapack(size):
-    """On a sphere, normals slow diffusion down by no more than σ²/2."""
+    """Normals slow diffusion on a sphere down by no more than σ²/2."""
     x = sphere(size).float()
     q = diffusion(x, 0.15, "density", normals=x)
     spectrum = eigsh(q, 9)

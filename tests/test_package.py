@@ -43,6 +43,14 @@ def module_of(path):
 
 
 MODULES = {module_of(path): path for path in ROOT.rglob("*.py")}
+BY_VARIABLES = {"_versions", "attention.flash_attn", "attention.xformers"}  # import libraries whose names are arguments
+
+
+def calls(path, name):
+    """The calls of a function in a file, by its name alone or as an attribute."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) == name:
+            yield node
 
 
 def imports(path):
@@ -53,16 +61,20 @@ def imports(path):
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path} has a relative import"
             names = [f"{node.module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) == "import_module":
-            names = [node.args[0].value] if isinstance(node.args[0], ast.Constant) else []
         else:
             continue
-        for name in names:
-            first, *rest = name.split(".")
-            while first == "qattn" and ".".join(rest) not in MODULES:
-                rest.pop()  # a name inside a module
-            if first == "qattn":
-                yield ".".join(rest)
+        yield from (own_module(name) for name in names if name.split(".")[0] == "qattn")
+    for call in calls(path, "import_module"):
+        if isinstance(call.args[0], ast.Constant) and call.args[0].value.split(".")[0] == "qattn":
+            yield own_module(call.args[0].value)
+
+
+def own_module(name):
+    """The module, without `qattn`, that has a dotted name of qattn."""
+    _, *rest = name.split(".")
+    while ".".join(rest) not in MODULES:
+        rest.pop()  # a name inside a module
+    return ".".join(rest)
 
 
 NAMELESS = [("tiles", "__init__"), ("operators", "__init__")]  # packages that export nothing
@@ -89,17 +101,26 @@ def test_no_public_name_hides_a_module():
 
 def test_imports_go_downwards():
     tier_of = {name: number for number, names in enumerate(TIERS.values()) for name in names}
+    tier_of[""] = tier_of["cli"]  # the package itself
     for name, path in MODULES.items():
-        if name:
-            for other in imports(path):
-                mine = tier_of[name.split(".")[0]]
-                theirs = tier_of[other.split(".")[0]] if other else tier_of["cli"]  # "" is the package itself
-                assert theirs <= mine, f"{name} imports {other}"
+        for other in imports(path):
+            assert tier_of[other.split(".")[0]] <= tier_of[name.split(".")[0]], f"{name} imports {other}"
+
+
+def test_all_imports_are_seen():
+    """Names in variables can hide a module; only those of libraries are kept in them."""
+    by_variables = {
+        name
+        for name, path in MODULES.items()
+        if not all(isinstance(call.args[0], ast.Constant) for call in calls(path, "import_module"))
+    }
+    assert by_variables == BY_VARIABLES
+    assert not [name for name, path in MODULES.items() if list(calls(path, "__import__"))]
 
 
 def test_imports_have_no_cycle():
-    """Not even one that is broken by importing inside a function."""
-    graph = {name: set(imports(path)) - {name, ""} for name, path in MODULES.items() if name}
+    """A cycle that is broken by importing inside a function counts too."""
+    graph = {name: set(imports(path)) - {name} for name, path in MODULES.items()}
     list(graphlib.TopologicalSorter(graph).static_order())
 
 
@@ -110,7 +131,22 @@ def test_backends_are_imported_by_their_selection_alone():
     assert importers == {"attention.dispatch"}
 
 
-OPENERS = re.compile("(What|Those|Who|Where|Whether|That|As|Which|How) ")  # of clauses, which hide the subject
+# Of clauses, which hide the subject, and of what continues a sentence that is not there.
+OPENERS = re.compile(
+    "(What|Whatever|Those|Who|Where|Whether|That|Which|How|Why|It|Its|They|Their|This|Both|Neither|And|Also|So|Not|Once"
+    "|As|At|After|Against|Before|By|Elsewhere|For|From|In|Instead|On|Over|Through|With|Within|Without) "
+)
+FOLDERS = [ROOT.parent / name for name in ("tests", "examples", "benchmarks", "conformance", "docs")]
+SCRIPTS = {path.relative_to(ROOT.parent).as_posix(): path for folder in FOLDERS for path in folder.rglob("*.py")}
+
+
+def docstrings(path):
+    """All docstrings of a file."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (docstring := ast.get_docstring(node)):
+            yield docstring
+
+
 BRITISH = re.compile(
     "normalis|centre|colour|neighbour|grey|vectoris|initialis|optimis|behaviour|honour", flags=re.IGNORECASE
 )
@@ -119,14 +155,24 @@ BRITISH = re.compile(
 @pytest.mark.parametrize("name", sorted(MODULES))
 def test_prose(name):
     """Docstrings open with an imperative or a noun phrase, in American spelling, with formulas in plain Unicode."""
-    text = MODULES[name].read_text()
-    assert not BRITISH.findall(text)
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (docstring := ast.get_docstring(node)):
-            assert not OPENERS.match(docstring), docstring
-            assert ":math:" not in docstring
-            assert ".. math::" not in docstring
-            assert "Example:" not in [line.strip() for line in docstring.splitlines()], docstring
+    assert not BRITISH.findall(MODULES[name].read_text())
+    for docstring in docstrings(MODULES[name]):
+        assert not OPENERS.match(docstring), docstring
+        assert ":math:" not in docstring
+        assert ".. math::" not in docstring
+        assert "Example:" not in [line.strip() for line in docstring.splitlines()], docstring
+
+
+def test_docstrings_of_scripts_open_with_what_they_are_about():
+    """A verb or a noun phrase too; benchmarks may open with the question that they answer."""
+    assert len(SCRIPTS) > 100
+    found = {name: [text for text in docstrings(path) if OPENERS.match(text)] for name, path in SCRIPTS.items()}
+    found |= {
+        name: [text for text in texts if not text.splitlines()[0].endswith("?")]
+        for name, texts in found.items()
+        if name.startswith("benchmarks/")
+    }
+    assert not {name: texts for name, texts in found.items() if texts}
 
 
 def run(script):
@@ -242,10 +288,8 @@ def test_the_command_answers(command):
 
 
 def test_spelling_is_american_everywhere():
-    """In pages, examples, benchmarks and tests too; the table of old names in the changelog keeps them."""
-    repository = ROOT.parent
-    folders = [repository / name for name in ("docs", "examples", "benchmarks", "tests", "conformance")]
-    files = [path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".md")]
+    """Pages, examples, benchmarks and tests count too; the table of old names in the changelog keeps them."""
+    files = [path for folder in FOLDERS for path in folder.rglob("*") if path.suffix in (".py", ".md")]
     assert len(files) > 100
     found = {path.name: BRITISH.findall(path.read_text()) for path in files if path.name != "test_package.py"}
     assert not {name: words for name, words in found.items() if words}

@@ -32,7 +32,7 @@ def network(name="points", **options):
 
 
 def exact(module):
-    """In float64, and normalized as far as it goes."""
+    """The network in float64, normalized as far as it goes."""
     for layer in module.modules():
         if isinstance(layer, QDiffusion):
             layer.tol = 1e-12
@@ -51,7 +51,7 @@ def cloud(*shape, normals=False, dtype=torch.float64):
 
 
 def test_cells_are_sums_and_means_by_mass():
-    """Against a dictionary of cells, in each cloud; also of negative coordinates, with NaN where there is no mass."""
+    """A dictionary of cells in each cloud; also of negative coordinates, with NaN where there is no mass."""
     torch.manual_seed(0)
     points, mass, x = 4 * torch.rand(3, 50, 2) - 2, torch.rand(3, 50), torch.randn(3, 50, 4)
     mass[0, ::3] = mass[2, 5:] = 0
@@ -145,7 +145,7 @@ def test_extensions_are_averages_by_mass():
 
 @pytest.mark.parametrize("content_dim", [0, 4])
 def test_tiles_in_space_are_attention_to_all(content_dim):
-    """Whatever the content, tiles sorted by positions alone give what all pairs give; blocks share one order."""
+    """Tiles sorted by positions alone give what all pairs give, whatever the content; blocks share one order."""
     torch.manual_seed(0)
     found = []
     points, features = torch.rand(2, 400, 3), 3 * torch.randn(2, 400, 8)
@@ -239,7 +239,7 @@ def test_finer_and_uneven_samples_give_nearly_the_same():
     picked = torch.multinomial(weight, 2000, generator=torch.Generator().manual_seed(0))
 
     def outputs(sample, mass):
-        """At points that have no mass of their own."""
+        """The outputs at points that have no mass of their own."""
         x, m = torch.cat([points[:50], sample]), torch.cat([torch.zeros(50), mass])
         return model(torch.cat([x, x[:, :2]], dim=-1), x, m)[:50]
 
@@ -257,7 +257,7 @@ def test_finer_and_uneven_samples_give_nearly_the_same():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["points", "normals"])
 def test_gradients_are_those_of_differences(name):
-    """By features, points, masses, bandwidths and all other parameters, along a random direction each."""
+    """Derivatives by features, points, masses, bandwidths and all other parameters, along a random direction each."""
     model = exact(network(name))
     features, points, mass = cloud(12, normals=name == "normals")
     names = [label for label, _ in model.named_parameters()]
@@ -314,7 +314,7 @@ def test_blocks_that_are_computed_again():
 
 
 def test_dropped_blocks():
-    """With a fraction of 0.5, clouds lose a block half of the time, and the mean is kept; in evaluation none does."""
+    """Clouds lose a block half of the time for a fraction of 0.5, and the mean is kept; in evaluation none does."""
     mlp = qattn.nn.point_block.ResidualMLP(4, 2.0, 0.0, 0.5)
     x = torch.randn(1, 3, 4).expand(4000, -1, -1)
     change = mlp(x) - x

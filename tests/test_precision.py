@@ -70,7 +70,7 @@ def test_error_does_not_share_the_arithmetic_that_it_judges(monkeypatch):
 @pytest.mark.parametrize("offset", [0.0, 1e3])
 @pytest.mark.parametrize("method", METHODS)
 def test_gradients_in_float32(method, offset, padding):
-    """By points, σ, masses and signal, with a mean of a hundred; points without mass far away do not matter."""
+    """Gradients by all inputs, for a signal with a mean of a hundred; points without mass far away do not matter."""
     cloud = sphere(250).float()
     points, mass = cloud + offset, 0.5 + torch.rand(250)
     signal, weight = torch.sin(4 * cloud[:, :2]) + 100, torch.cos(5 * cloud[:, 1:])
@@ -157,7 +157,7 @@ def test_autocast_does_not_round_what_qattn_computes():
 
 @pytest.mark.parametrize("unit", [1e-14, 1e14])
 def test_gradients_by_sigma_in_other_units(unit):
-    """Their third powers are beyond the range of float32."""
+    """Third powers of the bandwidths are beyond the range of float32."""
     points, weight = sphere(100).float(), torch.randn(100, 3)
 
     def gradient(unit):
@@ -266,7 +266,7 @@ def test_masses_of_any_scale(total):
 
 @pytest.mark.slow
 def test_the_mean_of_a_signal_does_not_change_its_gradient():
-    """By σ, in float32: +0.53 instead of −0.97 at a mean of ten, once."""
+    """The gradient by σ in float32 once was +0.53 instead of −0.97 at a mean of ten."""
     points = torch.rand(1500, 3)
     found = []
     for mean in (0.0, 1.0, 10.0, 100.0):

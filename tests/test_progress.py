@@ -11,7 +11,8 @@ import pytest
 import torch
 from cases import sphere
 
-from qattn import _progress, diffusion
+from qattn import diffusion
+from qattn._progress import watched
 from qattn.kernels import GaussianKernel
 
 
@@ -27,9 +28,9 @@ def terminal_of(monkeypatch):
     return stream
 
 
+@pytest.mark.usefixtures("_slow_machine")
 def test_a_long_solve_shows_its_passes_and_error(monkeypatch):
     terminal = terminal_of(monkeypatch)
-    monkeypatch.setattr(_progress, "_PATIENCE", 0.0)
     q = diffusion(sphere(300), 0.3, tol=1e-6)
     assert "Sinkhorn" in terminal.getvalue()
     assert "error=" in terminal.getvalue()
@@ -44,9 +45,9 @@ def test_a_short_one_shows_nothing(monkeypatch):
     assert terminal.getvalue() == ""
 
 
+@pytest.mark.usefixtures("_slow_machine")
 def test_nothing_is_shown_where_nobody_looks(monkeypatch):
     stream = io.StringIO()
-    monkeypatch.setattr(_progress, "_PATIENCE", 0.0)
     monkeypatch.setattr(sys, "stderr", stream)
     diffusion(sphere(300), 0.3)
     assert stream.getvalue() == ""
@@ -54,7 +55,7 @@ def test_nothing_is_shown_where_nobody_looks(monkeypatch):
 
 def test_passes_are_told_to_those_who_watch_in_their_thread():
     told, others = [], []
-    with _progress.watched(lambda *counts: told.append(counts)):
+    with watched(lambda *counts: told.append(counts)):
         q = diffusion(sphere(300), 0.3)
         passes = list(told)
         q.power(3, torch.randn(300).double())
@@ -68,9 +69,9 @@ def test_passes_are_told_to_those_who_watch_in_their_thread():
     assert len(told) == len(passes) + 3
 
 
+@pytest.mark.usefixtures("_slow_machine")
 def test_the_bar_is_closed_when_a_solve_is_stopped(monkeypatch):
     terminal = terminal_of(monkeypatch)
-    monkeypatch.setattr(_progress, "_PATIENCE", 0.0)
     kernel = GaussianKernel(sphere(300), 0.3)
     attend, passes = kernel.attend, []
 
@@ -110,7 +111,7 @@ except KeyboardInterrupt:
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["exact", "tiles", "fourier"])
 def test_control_c(method):
-    """It stops within seconds, leaves no thread behind, and the next solve works."""
+    """A solve stops within seconds, leaves no thread behind, and the next one works."""
     script = SCRIPT.replace("METHOD", method).replace("SIGMA", "0.5" if method == "fourier" else "0.05")
     if method == "exact":
         script = script.replace("100_000", "10_000")

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("_one_thread")
 
 
 def distances(x, y):
-    """By differences: `torch.cdist` takes squares apart, and a point is then 1e-8 away from itself."""
+    """Norms of differences: `torch.cdist` takes squares apart, and a point is then 1e-8 away from itself."""
     return (x[..., :, None, :] - y[..., None, :, :]).norm(dim=-1)
 
 
@@ -61,7 +61,7 @@ EXACT = [name for name in KERNELS if name != "matern 0.3"]
 @pytest.mark.parametrize("sigma", [slow(0.02), 0.3, slow(5.0)])
 @pytest.mark.parametrize("name", KERNELS)
 def test_gaussians_are_the_kernel_to_the_tolerance(name, sigma, tol):
-    """In every entry of the matrix, and so whatever the weights."""
+    """Every entry of the matrix is, and so every sum, whatever the weights."""
     kind, parameters, profile = KERNELS[name]
     points = torch.cat([sphere(60), 0.01 * ball(20)])
     points = torch.cat([points, points[:3]])  # duplicates
@@ -206,9 +206,9 @@ def test_many_points_go_by_gaussians_of_many_methods():
     points = sphere(5000).float()
     kernel = ExponentialKernel(points, 0.3)
     assert kernel.method == "gaussians"
+    assert float(kernel.error()) < 1e-3
     assert "method='tiles'" in str(kernel)
     assert "method='exact'" in str(kernel) or "method='fourier'" in str(kernel)
-    assert float(kernel.error()) < 1e-3
 
 
 def test_replacing_keeps_what_is_prepared(monkeypatch):
@@ -261,7 +261,7 @@ def test_what_a_kernel_prints():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("method", ["exact", "gaussians"])
 def test_values_of_sixteen_bits_are_rounded_once(method, dtype):
-    """Not after each of the thirty terms."""
+    """Rounding does not happen after each of the thirty terms."""
     points, value = sphere(200).float(), torch.randn(200, 8).to(dtype)
     K = torch.exp(-(points.double()[:, None] - points.double()).norm(dim=-1) / 0.3)
     exact = K @ value.double() / K.sum(-1, keepdim=True)

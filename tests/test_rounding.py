@@ -105,7 +105,7 @@ def test_units_by_device_and_dtype(monkeypatch):
 
 @pytest.mark.parametrize("name", [name for name, one in BACKENDS.items() if isinstance(one, DotProductBackend)])
 def test_tolerances_are_what_the_estimates_allow(monkeypatch, name):
-    """On a cloud within ten bandwidths of its center, with biases of a few units."""
+    """The cloud is within ten bandwidths of its center, with biases of a few units."""
     size = Extent(10.0, 10.0, 5.0)
     estimate = size.rounding(unit(monkeypatch, name))
     assert estimate <= BACKENDS[name].tolerance[torch.float32] <= 2 * estimate

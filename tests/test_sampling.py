@@ -129,7 +129,7 @@ def test_voxels_hold_the_samples(mesh, spacing):
 
 
 def test_voxels_are_those_that_meet():
-    """On random triangles of all sizes, against linear programs for the distances of triangles and cubes."""
+    """Random triangles of all sizes, against linear programs for the distances of triangles and cubes."""
     from scipy.optimize import linprog
 
     vertices = torch.rand(12, 3, dtype=torch.float64) * 4

@@ -31,7 +31,7 @@ MASSES = {"equal": lambda n: torch.full((n,), 1 / n), "log-normal": lambda n: to
 @pytest.mark.parametrize("masses", MASSES)
 @pytest.mark.parametrize("cloud", CLOUDS)
 def test_passes_to_a_tolerance(cloud, masses, sigma):
-    """At most 5 passes to 1e-3 and 9 to 1e-6, one more with two densities; the paper's takes up to 8 and 18."""
+    """The limits are 5 passes to 1e-3 and 9 to 1e-6, one more with two densities; the paper's takes up to 8 and 18."""
     points = CLOUDS[cloud]()
     mass = MASSES[masses](len(points)).double()
     kernel = GaussianKernel(points, sigma)

@@ -84,7 +84,7 @@ def test_eigenpairs_of_every_operator(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("normalization", ["symmetric", "none"])
 def test_operators_that_do_not_keep_constants_are_solved_as_exactly(normalization):
-    """Their |Q1 − 1| is no error of the solver, and must not loosen its tolerance."""
+    """A large |Q1 − 1| of such operators is no error of the solver, and must not loosen its tolerance."""
     points = torch.cat([sphere(700), 0.3 * sphere(300) + 1])
     q = diffusion(points, 0.3, normalization=normalization)
     spectrum = eigsh(q, 8, tol=1e-4)
@@ -155,7 +155,7 @@ def passes(monkeypatch):
 
 @pytest.mark.slow
 def test_coarser_levels_leave_little_to_do(passes):
-    """Their eigenvectors lack only detail, which short filters recover: few passes use all points."""
+    """Eigenvectors of coarser levels lack only detail, which short filters recover: few passes use all points."""
     q = diffusion(shapes.creature(40_000)[0], 0.03, tol=1e-6)
     spectrum = eigsh(q, 10)
     assert passes.count((5000, 5000)) > 0
@@ -234,7 +234,7 @@ def test_powers():
 
 @pytest.mark.slow
 def test_minus_log():
-    """On the sphere, linear functions have the eigenvalue 2."""
+    """Linear functions on the sphere have the eigenvalue 2."""
     points = sphere(3000)
     spectrum = eigsh(diffusion(points, 0.2, tol=1e-7), 16, tol=1e-4)
     laplacian = 2 / 0.2**2 * spectrum.minus_log(points)
@@ -347,7 +347,7 @@ def symmetric_values(Q, mass):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("normalization", ["sinkhorn", "row"])
 def test_the_constant_mode_is_known(normalization, dtype):
-    """Its frequency is 0 and the next are accurate, although −(2/σ²) log λ amplifies errors of 1e-6 in λ."""
+    """The first frequency is 0 and the next are accurate, although −(2/σ²) log λ amplifies errors of 1e-6 in λ."""
     angle = 2 * torch.pi * torch.rand(2000).double()
     points, sigma = torch.stack([angle.cos(), angle.sin()], dim=1).to(dtype), 0.02
     x, mass = points.double(), torch.full((2000,), 1 / 2000).double()
@@ -411,7 +411,7 @@ def test_indefinite_similarities():
 
 @pytest.mark.parametrize("scale", [1e-6, slow(1.0), slow(1e4)])
 def test_operators_of_any_size(scale):
-    """With "none", the largest eigenvalue can have any size."""
+    """The largest eigenvalue can have any size with "none"."""
     points = sphere(900)
     K = torch.exp(-((points[:, None] - points) ** 2).sum(-1) / (2 * 0.3**2))
     q = diffusion(points, 0.3, torch.full((900,), scale), normalization="none")
@@ -465,7 +465,7 @@ def test_arrays_in_arrays_out(n):
 
 
 def test_sums_over_many_points():
-    """In float32 they would have relative errors of 1e-3."""
+    """Sums in float32 would have relative errors of 1e-3."""
     n = 200_000
     spectrum = Spectrum(torch.ones(1), torch.ones(n, 1), torch.zeros(1), torch.full((n,), 1 / n))
     torch.testing.assert_close(spectrum.project(torch.ones(n)), torch.ones(1))

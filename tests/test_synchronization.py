@@ -1,4 +1,4 @@
-"""How often the host waits for a CUDA device, counted on fake tensors: once in a Sinkhorn pass, for its convergence."""
+"""Waits of the host for a CUDA device, counted on fake tensors: one in a Sinkhorn pass, for its convergence."""
 
 import sys
 from contextlib import ExitStack

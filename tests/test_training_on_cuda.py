@@ -152,7 +152,7 @@ def test_memory_grows_with_the_points_and_nothing_large_is_float64(step, name, m
 
 @pytest.mark.parametrize(("name", "method"), CASES)
 def test_the_host_waits_for_convergence(step, name, method):
-    """Once in a Sinkhorn pass. What is added does not grow: checks of arguments, and choices of dtypes."""
+    """The host waits once in a Sinkhorn pass. Checks of arguments and choices of dtypes add a fixed number of waits."""
     few, many = (step(name, method, 500, max_iter) for max_iter in (3, 7))
     passes = many.forward.launches["sum_blocks"] - few.forward.launches["sum_blocks"]
     assert passes == 4 * OPERATORS[name]

@@ -99,7 +99,7 @@ def broken(library, folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["off", "hidden", "broken"])
 def test_without_numba_others_serve_and_say_that_they_are_slower(how, tmp_path):
-    """And what needs it says so."""
+    """Functions that need Numba say so."""
     reason = {
         "off": "Numba's compiler is turned off, by NUMBA_DISABLE_JIT",
         "hidden": "numba is not installed: `pip install numba`",

@@ -74,7 +74,7 @@ def check(kernel, matrix, tolerance=1e-11, spread=1.0):
 @pytest.mark.parametrize("sigma", [slow(0.1), 0.6, slow(2.0), slow(7.0), 1000.0])
 @pytest.mark.parametrize("name", MASKS)
 def test_voxels_are_their_matrix(name, sigma):
-    """From a reach of no voxel to that of the whole grid."""
+    """The reach goes from no voxel to the whole grid."""
     kernel = VoxelKernel(MASKS[name].double(), sigma, tol=EXACT)
     check(kernel, dense(kernel))
 
@@ -122,7 +122,7 @@ def test_every_size_of_blocks(size, monkeypatch):
 
 
 def test_groups_of_columns_and_chunks_of_blocks(monkeypatch):
-    """With hardly any memory allowed, all loops go round more than once."""
+    """All loops go round more than once if hardly any memory is allowed."""
     monkeypatch.setattr(blocks, "_GROUP", 1)
     monkeypatch.setattr(blocks, "_CHUNK", 1)
     kernel = VoxelKernel(MASKS["islands"].double(), 3.0, tol=EXACT)

@@ -1,4 +1,4 @@
-"""How far it is from a call to the compiled loop: functions of qattn between the two."""
+"""The way from a call to the compiled loop: functions of qattn between the two."""
 
 import sys
 from pathlib import Path

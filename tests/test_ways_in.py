@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("_one_thread")
 
 
 class Point(dict):
-    """As Pointcept's, an `addict.Dict`: entries are attributes, and one that is missing reads as an empty dict."""
+    """A point of Pointcept, an `addict.Dict`: entries are attributes, and a missing one reads as an empty dict."""
 
     def __getattr__(self, name):
         return self[name]
@@ -96,7 +96,7 @@ def layer(monkeypatch):
 
 
 def test_in_a_block_of_pointcept(layer):
-    """It changes the features of the point that it is given, cloud by cloud, with positions in cells."""
+    """A layer changes the features of the point that it is given, cloud by cloud, with positions in cells."""
     block, point = Block(layer, 12, 3), scan([70, 40])
     before = point.feat.clone()
     assert block(point) is point
@@ -130,7 +130,7 @@ def test_pooled_points_have_the_mass_of_their_parts(layer):
 
 
 def test_a_layer_takes_a_point_of_pointcept_itself():
-    """And gives back a copy of the same kind."""
+    """The layer gives back a copy of the same kind."""
     point = scan([50, 30])
     out = QAttention(12, 3)(point)
     assert type(out) is Point
@@ -146,7 +146,7 @@ def test_what_has_no_meaning_for_diffusion(layer):
 
 @pytest.mark.slow
 def test_in_a_batch_of_pyg():
-    """Instead of `PointTransformerConv`, in the same places, and on a `Batch` itself."""
+    """The layer stands in the places of `PointTransformerConv`, and takes a `Batch` itself."""
     pyg = pytest.importorskip("torch_geometric")
     clouds = [pyg.data.Data(x=torch.randn(n, 8), pos=torch.rand(n, 3)) for n in (30, 50)]
     data = pyg.data.Batch.from_data_list(clouds)

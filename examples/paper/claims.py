@@ -1,4 +1,4 @@
-"""What the paper says, beside what was measured here; and the options that all examples share."""
+"""Claims of the paper beside what was measured here, and the options that all examples share."""
 
 import sys
 from pathlib import Path

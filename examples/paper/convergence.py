@@ -1,4 +1,4 @@
-"""How fast symmetric Sinkhorn converges, on the inputs of the paper's appendix E.
+"""Convergence of symmetric Sinkhorn, on the inputs of the paper's appendix E.
 
 The mass-weighted mean of |Q1 − 1| after each kernel pass: surface and volume of a shape as clouds and as voxels,
 Erdős–Rényi graphs (p = 0.2) and geometric graphs (r = 0.15 in the unit square). Dashed lines are the paper's averaging,

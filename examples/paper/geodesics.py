@@ -66,7 +66,7 @@ def files(*paths):
 
 
 def in_unit_sphere(source, target):
-    """Both about their centers, in units of the radius of the source."""
+    """Source and target about their centers, in units of the radius of the source."""
     source, target = source - source.mean(0), target - target.mean(0)
     radius = source.norm(dim=1).max()
     return (source / radius).float(), (target / radius).float()

@@ -1,4 +1,4 @@
-"""How far the diffusion depends on errors of the masses: proposition 4.6 and appendix D of the paper.
+"""The effect of errors of the masses on the diffusion: proposition 4.6 and appendix D of the paper.
 
 The areas m about the vertices of a mesh get log-normal noise, m_s = m e^{ε − s²/2} with ε ~ N(0, s²), and Q_m is
 compared to Q_{m_s}. Left: ‖Q_m − Q_{m_s}‖_M against s, the largest singular value of √M (Q_m − Q_{m_s}) /√M, which

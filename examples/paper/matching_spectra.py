@@ -1,4 +1,4 @@
-"""What is known of a shape before training, computed once and kept in a folder: spectra, signatures, frames, distances.
+"""Data of a shape, computed once before training and kept in a folder: spectra, signatures, frames, distances.
 
 Spectra are of three kinds: "mesh", of the cotangent Laplacian; "q", of the operator Q of the cloud, for which there is
 no mesh; and "cloud", of `robust_laplacian` on the same points, for the spectral network that Q-DiffNet is compared to.

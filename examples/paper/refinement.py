@@ -1,4 +1,4 @@
-"""Whether Q of ever finer samplings converges to an operator of the continuum: theorem 4.5 of the paper.
+"""Convergence of Q of ever finer samplings to an operator of the continuum: theorem 4.5 of the paper.
 
 On the unit sphere the limit is known: Q Y_l = λ_l Y_l for spherical harmonics of degree l, with
 λ_l = I_{l+½}(1/σ²) / I_{½}(1/σ²). The theorem is about the largest |Q^s f − Qf| of a continuous f, over all of the

@@ -1,4 +1,4 @@
-"""How long normalizing takes against a sparse LU of M + tL: table 1 and the table of appendix F of the paper.
+"""Runtimes of normalizing against a sparse LU of M + tL: table 1 and the table of appendix F of the paper.
 
 Points of a generated surface, σ = 2.2 spacings and t = σ²/2. qattn builds the kernel, normalizes it to a mean |Q1 − 1|
 of 1e-3 and applies it, in one figure. Its peers are those of `benchmarks/million.py`, each in a process of its own;
@@ -70,7 +70,7 @@ def listed(ratios):
 
 
 def tables(found):
-    """Both tables, with the paper's figures and ratios beside those here."""
+    """The two tables, with the paper's figures and ratios beside those here."""
     print("\ntable 1: all pairs on a GPU, qattn here; LU on a CPU")
     print(f"{'points':>10} | {'V100, s':>8} {'LU, s':>8} {'ratio':>6} | {'qattn, s':>8} {'LU, s':>8} {'ratio':>6}")
     for N, rows in found.items():

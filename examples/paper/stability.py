@@ -1,4 +1,4 @@
-"""How far the spectrum of a cloud depends on its sampling and on the bandwidth: appendix G of the paper.
+"""The effect of sampling and bandwidth on the spectrum of a cloud: appendix G of the paper.
 
 Left: a part of the points of one half is removed, masses are estimated anew by kernel density, and the 40 estimated
 eigenvalues of the Laplacian are compared to those of the whole cloud, with masses estimated in the same way. Right:
@@ -22,7 +22,7 @@ FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 
 
 def thinned(points, share, seed):
-    """Without a share of the points of one half, those of small x."""
+    """A cloud without a share of the points of one half, those of small x."""
     left = points[:, 0] < points[:, 0].median()
     drawn = torch.rand(len(points), generator=torch.Generator().manual_seed(seed))
     return points[~(left & (drawn < share))]

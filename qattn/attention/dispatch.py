@@ -11,7 +11,7 @@ from qattn.attention.engine import Backend, Engine, Fused
 from qattn.attention.flash_attn import FlashAttn
 from qattn.attention.flex import Flex
 from qattn.attention.inputs import Inputs
-from qattn.attention.native import Native, Plain
+from qattn.attention.native import Native
 from qattn.attention.reference import Reference
 from qattn.attention.sdpa import Sdpa
 from qattn.attention.triton import Triton
@@ -26,7 +26,7 @@ __all__ = ["BACKENDS", "ORDER", "Dispatch", "reasons_against", "select"]
 BACKENDS: dict[str, Backend] = {
     backend.name: backend for backend in (Native(), Triton(), FlashAttn(), Sdpa(), Xformers(), Flex(), Reference())
 }
-_PLAIN = Plain()
+_UNTIL_COMPILED = Native(compile_now=False)  # that of `backend="auto"`, which waits for no compiler
 
 # Backends that `backend="auto"` tries, by device. On CPUs flex is not among them: it compiles for seconds per shape. On
 # CUDA, kernels of 16 bits come first if the points have no more: tensor cores then compute the scores too.
@@ -53,7 +53,7 @@ def select(inputs: Inputs, name: str) -> Backend:
     candidates = _order(inputs) if name == "auto" else (name,)
     for candidate in candidates:
         if not reasons_against(candidate, inputs, is_asked_for=name != "auto"):
-            return BACKENDS[candidate]
+            return _UNTIL_COMPILED if name == "auto" and candidate == "native" else BACKENDS[candidate]
     raise NotImplementedError(_message(inputs, name))
 
 
@@ -103,20 +103,13 @@ class Dispatch(Engine, Fused):
             return select(inputs, "auto")
         return select(inputs, self._name)
 
-    def _meanwhile(self, inputs: Inputs, task: str) -> Backend:
-        """Return the backend for a task: plain torch, as exact as the loops, until it pays to compile them."""
-        backend = self._backend(inputs)
-        if self._name == "auto" and isinstance(backend, Native) and not backend.is_due(inputs, task):
-            return _PLAIN
-        return backend
-
     def not_supported_reasons(self, inputs: Inputs) -> list[str]:
         return []  # `attend` raises with those of all backends
 
     def attend(self, inputs: Inputs) -> Attended:
         if inputs.device.type == "cpu":
-            backend = self._meanwhile(inputs, "attend")
-            if not self._is_prepared or not isinstance(backend, Native | Plain):
+            backend = self._backend(inputs)
+            if not self._is_prepared or not isinstance(backend, Native):
                 return backend.attend(inputs)
             layout = inputs.dtype, inputs.batch  # to which biases may add axes
             inputs = replace(inputs, known_tilings=self._tilings.get(layout))
@@ -139,7 +132,7 @@ class Dispatch(Engine, Fused):
         return Dispatch(self._name, is_strict=False)
 
     def can_differentiate(self, inputs: Inputs) -> bool:
-        backend = self._meanwhile(inputs, "differentiate")
+        backend = self._backend(inputs)
         return isinstance(backend, Fused) and backend.can_differentiate(inputs)
 
     def is_direct(self, inputs: Inputs) -> bool:

@@ -1,7 +1,7 @@
 """The `native` backend: loops of our own for CPUs, compiled by Numba, on direct differences of points.
 
 There is no lift, and so no cancellation. The loops use as many threads as torch does. They are compiled for each dtype
-and dimension as soon as compiling pays off; until then `Plain` computes. The machine code is cached on disk.
+and dimension, and the machine code is cached on disk.
 """
 
 from typing import ClassVar
@@ -11,25 +11,30 @@ import torch
 from qattn.attended import Attended, PairSums, PairTerms
 from qattn.attention.engine import Backend, Fused
 from qattn.attention.inputs import Inputs
-from qattn.tiles import gaussian, plain
+from qattn.tiles import gaussian
 from qattn.tiles.compiled import why_not_compiled
-from qattn.tiles.meanwhile import Loop, is_due
 
-__all__ = ["Native", "Plain"]
-
-_TOLERANCE = {
-    torch.float64: 1e-13,
-    torch.float32: 1e-5,  # rounding of ½‖q − k‖² ≤ 200
-    torch.float16: 1e-3,  # the same, and out rounded to its dtype
-    torch.bfloat16: 1e-2,
-}
+__all__ = ["Native"]
 
 
 class Native(Backend, Fused):
-    """Tiles of queries against tiles of keys."""
+    """Tiles of queries against tiles of keys.
+
+    Args:
+        compile_now: Whether to compile loops at their first call. If False, plain torch computes the same, ten times as
+            slow, until it pays to compile them.
+    """
 
     name: ClassVar[str] = "native"
-    tolerance: ClassVar[dict[torch.dtype, float]] = _TOLERANCE
+    tolerance: ClassVar[dict[torch.dtype, float]] = {
+        torch.float64: 1e-13,
+        torch.float32: 1e-5,  # rounding of ½‖q − k‖² ≤ 200
+        torch.float16: 1e-3,  # the same, and out rounded to its dtype
+        torch.bfloat16: 1e-2,
+    }
+
+    def __init__(self, compile_now: bool = True) -> None:
+        self._compile_now = compile_now
 
     def not_supported_reasons(self, inputs: Inputs) -> list[str]:
         reasons = []
@@ -43,42 +48,11 @@ class Native(Backend, Fused):
             reasons.append(reason)
         return reasons
 
-    def is_due(self, inputs: Inputs, task: str) -> bool:
-        """Return whether to do a task here: its loops are compiled, or `Plain` has taken so long that compiling pays.
-
-        Args:
-            inputs: Inputs that this backend supports.
-            task: "attend" or "differentiate".
-        """
-        pairs = inputs.query.shape[0] * inputs.query.shape[1] * inputs.key.shape[1]
-        return is_due(_loop(inputs, task), plain.seconds_for(pairs, inputs.query.shape[-1]))
-
     def attend(self, inputs: Inputs) -> Attended:
-        attended = gaussian.attend(*inputs.tilings, inputs.sigma, inputs.value, inputs.bias)
-        _loop(inputs, "attend").remember()
-        return attended
+        return gaussian.attend(*inputs.tilings, inputs.sigma, inputs.value, inputs.bias, compile_now=self._compile_now)
 
     def can_differentiate(self, inputs: Inputs) -> bool:
         return True
 
     def pair_sums(self, inputs: Inputs, terms: PairTerms) -> PairSums:
-        sums = gaussian.differentiate(*inputs.tilings, inputs.sigma, inputs.bias, terms)
-        _loop(inputs, "differentiate").remember()
-        return sums
-
-
-class Plain(Backend):
-    """The same tiles in plain torch, ten times as slow, in place of `Native` until it pays to compile its loops."""
-
-    name: ClassVar[str] = "plain"
-    tolerance: ClassVar[dict[torch.dtype, float]] = _TOLERANCE
-
-    def not_supported_reasons(self, inputs: Inputs) -> list[str]:
-        return []  # it takes what `Native` does
-
-    def attend(self, inputs: Inputs) -> Attended:
-        return plain.attend(*inputs.tilings, inputs.sigma, inputs.value, inputs.bias)
-
-
-def _loop(inputs: Inputs, name: str) -> Loop:
-    return gaussian.loop_of(name, inputs.dtype, inputs.query.shape[-1])
+        return gaussian.differentiate(*inputs.tilings, inputs.sigma, inputs.bias, terms, compile_now=self._compile_now)

@@ -17,6 +17,7 @@ from qattn.cli.command import counted
 from qattn.io import Cloud
 from qattn.io.lengths import parse_sigma
 from qattn.kernels import GaussianKernel
+from qattn.kernels.gaussian.kernel import MethodName
 from qattn.operators.diffusion import diffuse
 from qattn.shapes import creature
 
@@ -68,7 +69,7 @@ def bench(
 
 def _rows(points: Tensor, sigma: float, mass: Tensor | None, signal: Tensor, limit: float) -> list[list[str]]:
     """Measure all methods; the one that "auto" selects comes first, and the others are compared with it."""
-    (choice,) = GaussianKernel(points, sigma).choices
+    (choice,) = GaussianKernel(points, sigma).choices()
     rows, auto_seconds = [], 0.0
     for method in sorted(choice.notes, key=lambda name: name != choice.method):
         mark = " ← auto" if method == choice.method else ""
@@ -82,7 +83,9 @@ def _rows(points: Tensor, sigma: float, mass: Tensor | None, signal: Tensor, lim
     return rows
 
 
-def _measure(points: Tensor, sigma: float, method: str, mass: Tensor | None, signal: Tensor) -> tuple[float, float]:
+def _measure(
+    points: Tensor, sigma: float, method: MethodName, mass: Tensor | None, signal: Tensor
+) -> tuple[float, float]:
     """Return seconds and error of a method."""
     best, end = math.inf, time.perf_counter() + _BUDGET
     while best == math.inf or time.perf_counter() < end:

@@ -6,7 +6,7 @@ Decisions about collectives therefore depend only on numbers that all ranks have
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,9 @@ from qattn import _checks
 from qattn._types import ArrayLike, TensorOrArray, like_input
 from qattn.distributed.agreement import Request, disagreement
 from qattn.ranks import ALONE, Ranks
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 __all__ = ["Group", "GroupLike", "GroupOrWorld", "pack", "unpack"]
 
@@ -77,7 +80,7 @@ class Group(Ranks):
         return x
 
     def gathered(self, x: Tensor) -> list[Tensor]:
-        """Gather the tensors x of all ranks, which have one shape."""
+        """Gather tensors x of one shape from all ranks."""
         x = x.detach().contiguous()
         tensors = [torch.empty_like(x) for _ in range(self.size)]
         self.sent += (self.size - 1) * x.nbytes
@@ -103,16 +106,16 @@ class Group(Ranks):
         raise ValueError(disagreement([Request.from_json(bytes(text.tolist())) for text in texts]))
 
     @staticmethod
-    def of(group: GroupLike, points: Any = None) -> Ranks:
+    def of(group: GroupLike, points: ArrayLike | None = None) -> Ranks:
         """Return the ranks of a `group` argument; if it is None, those of points that are a DTensor, or `ALONE`."""
         if isinstance(group, Ranks):
             return group
         if group is None:
-            return Group(points.device_mesh.get_group()) if hasattr(points, "device_mesh") else ALONE
+            return Group(points.device_mesh.get_group()) if _is_dtensor(points) else ALONE
         return Group(group)
 
-    def local_part(self, name: str, array: Any, axis: int) -> ArrayLike:
-        if not hasattr(array, "to_local"):
+    def local_part(self, name: str, array: ArrayLike, axis: int) -> ArrayLike:
+        if not _is_dtensor(array):
             return array
         axis = max(0, array.ndim + axis)
         if array.device_mesh.ndim != 1 or not array.placements[0].is_shard(axis):
@@ -122,8 +125,8 @@ class Group(Ranks):
             )
         return array.to_local()
 
-    def like(self, result: Tensor, given: Any) -> TensorOrArray:
-        if not hasattr(given, "to_local"):
+    def like(self, result: Tensor, given: ArrayLike) -> TensorOrArray:
+        if not _is_dtensor(given):
             return like_input(result, given)
         from torch.distributed.tensor import DTensor, Shard  # here, because importing it takes a while
 
@@ -164,6 +167,11 @@ class Group(Ranks):
                 "failed, or did not answer within the timeout of the process group. Start all ranks again; with a "
                 f"saved potential as `init=`, normalization continues from there. ({str(error).splitlines()[0]})"
             ) from error
+
+
+def _is_dtensor(array: object) -> "TypeGuard[DTensor]":
+    """Recognize a DTensor without importing its class, which takes a while."""
+    return hasattr(array, "to_local")
 
 
 class _Sum(torch.autograd.Function):

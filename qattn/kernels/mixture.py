@@ -30,7 +30,7 @@ from qattn.tiles.compiled import why_not_compiled
 __all__ = ["MixtureKernel", "checked_covariances"]
 
 _LOST = 30.0  # rounding error of a score in units in the last place, per condition number of its covariance
-_MAX_PAIRS = 2**32  # up to which "auto" computes all pairs on a GPU
+_MAX_PAIRS = 2**32  # up to this many pairs, "auto" computes all of them on a GPU
 
 
 class MixtureKernel(PointKernel):
@@ -232,7 +232,7 @@ class MixtureKernel(PointKernel):
 
     @cached_property
     def _lacking(self) -> Tensor:
-        """Increase of the variances of each component that makes them at least −σ²/4 in all directions, (*batch, N).
+        """Increase of the variances of each component to at least −σ²/4 in all directions, (*batch, N).
 
         By rounding, variances may be negative, by up to a millionth of the largest. With the increase C ≥ σ²/2.
         """

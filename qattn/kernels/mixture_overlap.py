@@ -16,7 +16,7 @@ from qattn._autocast import without_autocast
 from qattn._broadcasting import broadcast_shapes
 from qattn._vector_jacobian import vector_jacobian
 from qattn.attended import Attended, balanced
-from qattn.attention.dispatch import select
+from qattn.attention.dispatch import Dispatch
 from qattn.attention.engine import Engine
 from qattn.attention.inputs import Inputs
 from qattn.tiles.mixture import MixtureTiles, MixtureTiling
@@ -162,7 +162,7 @@ def _attend_listed(tiles: MixtureTiles, inputs: Inputs) -> Attended:
             score=inputs.score,
             tol=inputs.tol,
         )
-        parts.append(select(gathered, "reference").attend(gathered))
+        parts.append(Dispatch("reference").attend(gathered))
         begin += len(group)
     order = torch.argsort(by_count).to(device)
     lse = rows.untiled(torch.cat([part.lse for part in parts])[order])

@@ -1,13 +1,25 @@
 """The kernel of an argument that is either points or a kernel."""
 
-from typing import Any
+from typing import Any, TypedDict
 
 from qattn._types import ArrayLike
+from qattn.attention.api import BackendName
+from qattn.distributed.group import GroupLike
 from qattn.kernels.base import Kernel
-from qattn.kernels.gaussian.kernel import GaussianKernel
+from qattn.kernels.gaussian.kernel import GaussianKernel, MethodName
 from qattn.kernels.oriented import OrientedKernel
 
-__all__ = ["as_kernel"]
+__all__ = ["KernelOptions", "as_kernel"]
+
+
+class KernelOptions(TypedDict, total=False):
+    """Arguments of `GaussianKernel`, or of `OrientedKernel` if there are normals, besides points, sigma and tol."""
+
+    method: MethodName
+    backend: BackendName
+    group: GroupLike
+    normals: ArrayLike | None
+    weight: ArrayLike
 
 
 def as_kernel(

@@ -25,12 +25,12 @@ from qattn._broadcasting import Index, broadcast_shapes, own_index
 from qattn._types import ArrayLike
 from qattn.attended import Attended
 from qattn.kernels.base import PointKernel
-from qattn.kernels.gaussian.kernel import GaussianKernel, describe_sigma
+from qattn.kernels.gaussian.kernel import GaussianKernel
 from qattn.ranks import Ranks
 
 __all__ = ["OrientedKernel"]
 
-_SHARE = 0.25  # of the tolerance, for the Gaussian kernel: where normals are opposite, sums are parts of its sums
+_SHARE = 0.25  # part of the tolerance for the Gaussian kernel, whose sums are larger where normals are opposite
 
 
 class OrientedKernel(PointKernel):
@@ -39,7 +39,7 @@ class OrientedKernel(PointKernel):
     Args:
         points: Positions x of shape (*batch, N, d).
         normals: Normals n of the surface, of shape (*batch, N, d), all on the same side of it; see `qattn.normals`.
-            They are scaled to length 1. Points with a normal of 0 are those of weight 0.
+            They are scaled to length 1. A normal of 0 has weight 0.
         sigma: Bandwidth σ > 0: a number, or H numbers, which give a head axis before N.
         weight: How much each normal counts, from 0 to 1, of shape (*batch, N) or a number. With 0, the kernel is
             Gaussian.
@@ -69,7 +69,7 @@ class OrientedKernel(PointKernel):
         self._normals = self._targets = _scaled(local, weight, self._base.points)
 
     def __repr__(self) -> str:
-        return f"OrientedKernel({tuple(self.points.shape)}, sigma={describe_sigma(self.sigma)}, method={self.method!r})"
+        return repr(self._base).replace("GaussianKernel", "OrientedKernel", 1)
 
     def __str__(self) -> str:
         return "\n".join([repr(self), *str(self._base).splitlines()[1:]])

@@ -28,7 +28,7 @@ __all__ = ["ExponentialKernel", "MaternKernel", "RationalQuadraticKernel"]
 
 RadialMethod = Literal["auto", "exact", "gaussians"]
 
-_FEW_PAIRS = 2**22  # up to which "auto" is "exact"
+_FEW_PAIRS = 2**22  # up to this many pairs, "auto" is "exact"
 _MAX_NU = 100  # beyond it Bessel functions overflow
 
 
@@ -95,10 +95,10 @@ class _RadialKernel(PointKernel):
     def _terms(self) -> list[tuple[Tensor, Tensor, GaussianKernel]]:
         """Bandwidths in units of σ, log weights from the largest to the smallest, and prepared Gaussian kernels.
 
-        They are made once, from detached tensors: `attend` replaces those by tensors that may require gradients.
+        They are made once, from detached tensors: `attend` replaces them by tensors that may require gradients.
         """
         # A power of two, so that moving points rarely change the sum.
-        reach = 2.0 ** math.ceil(math.log2(max(1.0, self._base.diameter / float(self.sigma.detach().amin()))))
+        reach = 2.0 ** math.ceil(math.log2(max(1.0, self._base.diameter() / float(self.sigma.detach().amin()))))
         bandwidths, log_weights = (x.to(self.sigma) for x in self._profile.gaussians(reach, 0.4 * self._tol))
         kernels = [self._base.with_sigma(s * self.sigma.detach()) for s in bandwidths]
         terms = zip(bandwidths, log_weights, kernels, strict=True)

@@ -109,7 +109,7 @@ class Edges:
         return Attended(out.to(value.dtype), lse)
 
     def _attend_by_products(self, bias: Tensor, value: Tensor | None) -> Attended | None:
-        """Attend by one sparse product in float64, with K e^b and K (e^b v); None if sums are too small even for that.
+        """Attend by one sparse product in float64, with K e^b and K (e^b v); None if sums are too small for it.
 
         The largest entry and the largest weight are scaled to 1.
         """

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import EllipsisType
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -30,16 +30,20 @@ from qattn._progress import Progress
 from qattn._types import ArrayLike, MassLike, TensorOrArray, like_input
 from qattn.kernels import GaussianKernel, Kernel, OrientedKernel, PointKernel
 from qattn.kernels.base import at_points, fits_memory
-from qattn.kernels.of_points import as_kernel
+from qattn.kernels.of_points import KernelOptions, as_kernel
 from qattn.mass import mass_of
 from qattn.operators import scaling
 from qattn.operators.scaling import has_massless, log_of_mass, shares
 from qattn.operators.sinkhorn import SinkhornResult, Solver, checked_potential, solve_potential
 from qattn.ranks import kind_of_rows
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # which comes with torch
+
 __all__ = ["Diffusion", "Normalization", "diffuse", "diffusion"]
 
 Normalization = Literal["sinkhorn", "row", "symmetric", "none"]
+_Entry: TypeAlias = int | slice | EllipsisType  # of an index
 _KERNEL_TOL = 1e-3  # largest error of a kernel that is made for an operator
 _CANCELLED = 1e-4  # fraction of a gradient in space that may be lost to rounding
 
@@ -215,7 +219,7 @@ class Diffusion(_Operator):
         return self._given(self.kernel.error(self.bias, num_rows=num_rows, seed=seed))
 
     @eager
-    def __getitem__(self, index: int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]) -> "Diffusion":
+    def __getitem__(self, index: _Entry | tuple[_Entry, ...]) -> "Diffusion":
         """Take heads or items of the batch: q[index] is Q[index], without a new solve.
 
         Args:
@@ -450,7 +454,7 @@ def diffusion(
     tol: float = 1e-3,
     solver: Solver = Solver(),  # noqa: B008 (it is frozen)
     init: ArrayLike | None = None,
-    **kernel: Any,
+    **kernel: "Unpack[KernelOptions]",
 ) -> Diffusion:
     r"""Make the diffusion operator of points with a Gaussian kernel, or of any kernel.
 
@@ -490,7 +494,7 @@ def diffuse(
     tol: float = 1e-3,
     solver: Solver = Solver(),  # noqa: B008 (it is frozen)
     init: ArrayLike | None = None,
-    **kernel: Any,
+    **kernel: "Unpack[KernelOptions]",
 ) -> tuple[TensorOrArray, Diffusion]:
     """Make a diffusion operator and apply it in the last pass of the normalization, which saves a pass.
 
@@ -528,13 +532,12 @@ def _made(
     tol: float,
     solver: Solver,
     init: ArrayLike | None,
-    options: dict[str, Any],
+    options: KernelOptions,
 ) -> tuple[Diffusion, Tensor | None]:
     """Check the arguments of `diffusion`, make the operator, and apply it to a signal, if any."""
     _checks.not_negative("tol", tol)
-    if not isinstance(points_or_kernel, Kernel):
-        options["tol"] = min(10 * tol, _KERNEL_TOL) or _KERNEL_TOL
-    k = as_kernel(points_or_kernel, sigma, **options)
+    tols = {} if isinstance(points_or_kernel, Kernel) else {"tol": min(10 * tol, _KERNEL_TOL) or _KERNEL_TOL}
+    k = as_kernel(points_or_kernel, sigma, **options, **tols)
     shared = {"`tol`": tol, "`solver`": solver, "`normalization`": normalization}
     shared |= {"The shape of `mass`": kind_of_rows(mass, -1), "Whether there is `init`": init is not None}
     k.ranks.agree("diffusion", k.device, shared | {"Whether there is a `signal`": signal is not None})
@@ -581,7 +584,7 @@ def _in_one_step(
     return left, right, SinkhornResult(left, error, count, torch.ones_like(count, dtype=torch.bool)), out
 
 
-def _checked_index(index: Any, shape: torch.Size) -> Index:
+def _checked_index(index: _Entry | tuple[_Entry, ...], shape: torch.Size) -> Index:
     """Convert an index of the batch axes of a shape (*batch, N, N) to one integer ≥ 0 or slice per axis."""
     *batch, _, _ = shape
     entries = list(index) if isinstance(index, tuple) else [index]
@@ -602,7 +605,7 @@ def _checked_index(index: Any, shape: torch.Size) -> Index:
     return tuple(_checked_entry(entry, size) for entry, size in zip(entries, batch, strict=True))
 
 
-def _checked_entry(entry: Any, size: int) -> int | slice:
+def _checked_entry(entry: _Entry, size: int) -> int | slice:
     """Check the index of one axis; integers are counted from its beginning."""
     if isinstance(entry, slice):
         start, stop, step = entry.indices(size)
@@ -613,7 +616,7 @@ def _checked_entry(entry: Any, size: int) -> int | slice:
             )
         return entry
     try:
-        number = None if isinstance(entry, bool) else operator.index(entry)
+        number = None if isinstance(entry, bool | EllipsisType) else operator.index(entry)
     except TypeError:
         number = None
     if number is None:

@@ -19,9 +19,8 @@ from torch.nn.functional import pad
 from qattn._versions import why_old_triton
 from qattn.attended import Attended, Derivatives, PairSums, PairTerms
 from qattn.lift import Lifted, split, split_lift
-from qattn.tiles.gaussian import excess
 from qattn.tiles.sizes import TILE
-from qattn.tiles.tiling import FACTOR, log2_sum
+from qattn.tiles.tiling import FACTOR, excess, log2_sum
 
 __all__ = [
     "DIMENSIONS",
@@ -313,7 +312,7 @@ def _summed_values(
 def _near_tiles(
     query: DeviceTiling, key: DeviceTiling, scale: Tensor, bias: Tensor, most: Tensor, cutoff: Cutoff
 ) -> _Lists:
-    """List the key tiles that matter to each query tile, for sums of e^bias in which each key matters as e^most."""
+    """List the key tiles that matter to each query tile: row sums have weights e^bias, the cut-off e^most."""
     from qattn.tiles.gpu import operators  # here, because Triton is optional
 
     top = _top(bias)

@@ -1,4 +1,7 @@
-"""Gaussian attention between two clouds in tiles, and sums of its derivatives over pairs."""
+"""Gaussian attention between two clouds in tiles, and sums of its derivatives over pairs, on CPUs.
+
+Compiled loops compute them, or `by_torch` as long as compiling does not pay.
+"""
 
 import math
 from functools import partial
@@ -9,22 +12,23 @@ import torch
 from torch import Tensor
 
 from qattn.attended import Attended, Derivatives, PairSums, PairTerms
-from qattn.ranks import ALONE, Ranks
-from qattn.tiles.meanwhile import Loop
+from qattn.tiles import by_torch
 from qattn.tiles.pairs import both_sides, near_blocks, rounds
 from qattn.tiles.sizes import TILE
 from qattn.tiles.threads import chunks, even_chunks, share
-from qattn.tiles.tiling import FACTOR, Tiling, Weights
+from qattn.tiles.tiling import Tiling, Weights, excess, scales_of
+from qattn.tiles.when_to_compile import Loop, charge, is_due, seconds_until_due
 
 if TYPE_CHECKING:
     from qattn.tiles.loops.cutoff import GaussianCutoff
 
-__all__ = ["attend", "differentiate", "excess", "loop_of", "near_tiles", "scales_of"]
+__all__ = ["attend", "differentiate", "loop_of", "near_tiles"]
 
 _UNROLLED = 4  # largest dimension with a loop compiled for it
 # Pairs of points per task of a thread: the least pays for the overhead, the most keeps threads equally busy.
 _MIN_PAIRS, _MAX_PAIRS = 2**18, 2**22
 _CHUNKS = 16  # tasks per thread
+_PASSES_OF_SUMS = 4.0  # passes of `by_torch.attend` in the time of one `by_torch.differentiate`, about
 
 
 def attend(
@@ -34,6 +38,8 @@ def attend(
     value: Tensor | None,
     bias: Tensor | None,
     tol: float | None = None,
+    *,
+    compile_now: bool = False,
 ) -> Attended:
     """Attend with the scores −‖q − k‖² / 2σ² + b.
 
@@ -43,9 +49,14 @@ def attend(
         sigma: Bandwidths (B,); 1 if None.
         value: Values (B, M, C) in the order of the clouds, or None for lse alone.
         bias: Biases (B, M), 0 if None.
-        tol: Fraction of the sum of a row, and of the sum of the sizes of its values, that may be left out; None to
+        tol: Fraction of a row sum that may be left out, both of weights and of sizes of weighted values; None to
             compute all pairs.
+        compile_now: Whether to compile the loops at once if they are not compiled, however short this pass is.
     """
+    loop = loop_of("attend" if tol is None else "attend near", query.cloud.dtype, query.dims)
+    if not compile_now and (seconds := _seconds_by_torch(loop, query, key, sigma, tol)) is not None:
+        charge(loop, seconds)
+        return by_torch.attend(query, key, sigma, value, bias, tol)
     from qattn.tiles.loops import gaussian, simd  # here, because importing Numba takes a while
 
     B, M, dtype = query.clouds, key.size, query.points.dtype
@@ -75,6 +86,7 @@ def attend(
     arrays = [*(x.numpy() for x in tensors), key_tiles]
     run = partial(gaussian.attend_tiles, *arrays, cutoff, tiny, _unrolled(query), are_few, lse.numpy(), out.numpy())
     share(run, rows)
+    loop.remember()
     return Attended(None if value is None else out.to(value.dtype), lse)
 
 
@@ -84,7 +96,7 @@ def _sums_of_pairs(
     """Compute lse (B, N) of clouds that attend to themselves, with one exponential for both rows of a pair of points.
 
     Returns:
-        lse, and the ranges of tiles where it is not right, because sums of rows are too small.
+        lse, and the ranges of tiles whose row sums are too small for it to be right.
     """
     from qattn.tiles.loops.gaussian import sum_tiles  # here, because importing Numba takes a while
 
@@ -110,11 +122,13 @@ def differentiate(
     bias: Tensor | None,
     terms: PairTerms,
     tol: float | None = None,
+    *,
+    compile_now: bool = False,
 ) -> PairSums:
     """Compute sums over pairs of the terms s̄_ij = exp(s_ij − shift_i) R_i · S_j.
 
-    The results are the same for any number of threads. Blocks of queries and blocks of keys meet in rounds, in each of
-    which every block takes part once, so that no two threads ever add to the same sum.
+    The results are the same for any number of threads. Blocks of queries and blocks of keys meet in rounds. A block
+    takes part in a round once, so that no two threads ever add to the same sum.
 
     Args:
         query: Clouds that attend.
@@ -123,7 +137,12 @@ def differentiate(
         bias: Biases (B, M) of the scores s, 0 if None.
         terms: Rows R, columns S and shifts, and the sums that are needed.
         tol: Fraction of Σ_j p_ij |S_j|, and of Σ_i p_ij |R_i|, that may be left out; None to compute all pairs.
+        compile_now: As in `attend`.
     """
+    loop = loop_of("differentiate" if tol is None else "differentiate near", query.cloud.dtype, query.dims)
+    if not compile_now and (seconds := _seconds_by_torch(loop, query, key, sigma, tol, _PASSES_OF_SUMS)) is not None:
+        charge(loop, seconds)
+        return by_torch.differentiate(query, key, sigma, bias, terms, tol)
     from qattn.tiles.loops import gaussian  # here, because importing Numba takes a while
 
     B, dtype, D = query.clouds, query.points.dtype, query.dims
@@ -151,12 +170,23 @@ def differentiate(
     run = partial(gaussian.differentiate_tiles, *arrays, cutoff, reach, terms.by_points, *results)
     near = None if cutoff is None or reach is None else near_blocks(query, key, scale, cutoff, reach)
     share(run, *rounds(query, key, near))
+    loop.remember()
     total, first, second = query.from_rows(rowwise).split([1, D, 1], dim=-1)
     result = PairSums(Derivatives(total[..., 0], first, second[..., 0]))
     if by_column:
         total, first = key.from_rows(columnwise.mT).split([1, D], dim=-1)
         result = result._replace(column_total=total[..., 0], column_first=first)
     return result._replace(values=key.from_rows(values.mT)) if num_values else result
+
+
+def _seconds_by_torch(
+    loop: Loop, query: Tiling, key: Tiling, sigma: Tensor | None, tol: float | None, passes: float = 1.0
+) -> float | None:
+    """Estimate how long torch takes for passes in place of a loop; None if the loop is due."""
+    if seconds_until_due(loop) == 0:
+        return None
+    seconds = passes * by_torch.seconds_for(query, key, sigma, tol)
+    return None if is_due(loop, seconds) else seconds
 
 
 def near_tiles(query: Tiling, key: Tiling, sigma: Tensor | None, bias: Tensor, tol: float) -> tuple[Tensor, Tensor]:
@@ -185,26 +215,6 @@ def loop_of(name: str, dtype: torch.dtype, dims: int) -> Loop:
     return Loop(name, dtype, min(dims, _UNROLLED + 1))
 
 
-def excess(value: Tensor, bias: Tensor, ranks: Ranks = ALONE) -> Tensor:
-    """Compute log max(1, max_c |v_jc| / mean_c), (B, M): by how much values exceed the mean size of their channel.
-
-    The means of the sizes of values (B, M, C) have the weights e^b. With a large value, a key of small weight matters
-    as much as one of large weight.
-    """
-    sizes, top = value.detach().abs().to(bias.dtype), ranks.highest(bias.T)[:, None]
-    weights = torch.exp(bias - torch.where(top == -torch.inf, 0, top))  # (B, M)
-    total = ranks.total(weights).clamp(min=1)[:, None]  # the largest weight is 1
-    mean = ranks.sum(torch.einsum("bm,bmc->bc", weights, sizes)) / total
-    largest = sizes.div_(torch.where(mean > 0, mean, torch.inf)[:, None]).amax(-1)
-    return largest.clamp_(min=1).log_()
-
-
-def scales_of(query: Tiling, sigma: Tensor | None) -> Tensor:
-    """Return c (B,) with exp(−‖x − y‖² / 2σ²) = 2^(−c ‖x − y‖²)."""
-    ones = torch.ones(query.clouds, dtype=query.cloud.dtype)
-    return ones * FACTOR**2 if sigma is None else (FACTOR / sigma.detach().cpu().double()).square().to(ones)
-
-
 def _tiles_of_clouds(query: Tiling, key: Tiling, weights: Weights) -> np.ndarray:
     """Return the range of key tiles of each query tile, (tiles, 2); empty for clouds without keys."""
     first = key.tiles * np.arange(query.clouds)
@@ -218,7 +228,7 @@ def _unrolled(query: Tiling) -> tuple[int, ...]:
 
 
 def _chunks(key_tiles: np.ndarray, *, is_limited: bool) -> list[tuple[int, int]]:
-    """Ranges of query tiles of about equal work."""
+    """Split the query tiles into ranges of about equal work."""
     tiles = len(key_tiles)
     if is_limited:
         return even_chunks(tiles)

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from qattn.attended import Attended
-from qattn.tiles.gaussian import excess
 from qattn.tiles.order import kd_order
 from qattn.tiles.pairs import both_sides, rounds
 from qattn.tiles.sizes import PART, TILE
 from qattn.tiles.threads import even_chunks, share
-from qattn.tiles.tiling import FACTOR, Tiling, Weights
+from qattn.tiles.tiling import FACTOR, Tiling, Weights, excess
 
 if TYPE_CHECKING:
     from qattn.tiles.loops.cutoff import MixtureCutoff, Nodes

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qattn.tiles.meanwhile import Loop, is_due
 from qattn.tiles.sizes import PART
 from qattn.tiles.threads import share
+from qattn.tiles.when_to_compile import Loop, charge, is_due
 
 __all__ = ["kd_order"]
 
@@ -25,7 +25,8 @@ def kd_order(points: Tensor, leaf: int = PART) -> Tensor:
     B, N, D = points.shape
     num_words = -(-(D + 1) * points.element_size() // _WORD)  # for the coordinates and the index of a point
     loop = Loop("sort", points.dtype, min(num_words, _COMPILED_WORDS + 1))
-    if not is_due(loop, _BY_TORCH * B * N):
+    if not is_due(loop, seconds := _BY_TORCH * B * N):
+        charge(loop, seconds)
         return _by_torch(points.detach(), leaf)
     order = _by_loops(points.detach(), leaf, num_words)
     loop.remember()

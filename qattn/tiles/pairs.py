@@ -1,7 +1,7 @@
 """Sums over pairs of points from both sides: over the keys of each query, and over the queries of each key.
 
-Blocks of queries and blocks of keys meet in rounds, in each of which every block takes part once. So no two threads add
-to the same sum, and the order of additions does not depend on the number of threads.
+Blocks of queries and blocks of keys meet in rounds, and a block takes part in a round once. So no two threads add to
+the same sum, and the order of additions does not depend on the number of threads.
 """
 
 import math
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["both_sides", "near_blocks", "rounds"]
 
-# Blocks of queries, and of keys: how many at most, and how many pairs two of them have at least, about.
+# The most blocks of queries, or of keys, and about the fewest pairs of points of two blocks.
 _MAX_BLOCKS, _MIN_PAIRS = 64, 2**16
 Cutoff = TypeVar("Cutoff", "GaussianCutoff", "MixtureCutoff")
 
@@ -44,7 +44,7 @@ def rounds(
     result: list[list[tuple[int, int, int, int]]] = [[] for _ in range(count)]
     for b in range(query.clouds):
         is_near = None if near is None else near[b].tolist()
-        taken: list[tuple[set[int], set[int]]] = [(set(), set()) for _ in range(count)]  # blocks that rounds have
+        taken: list[tuple[set[int], set[int]]] = [(set(), set()) for _ in range(count)]  # blocks in each round
         for step in range(count // 2 + 1 if is_half else count):
             for n, (begin, end) in enumerate(blocks):
                 m = (n + step) % count
@@ -100,7 +100,7 @@ def near_blocks(query: Tiling, key: Tiling, scale: Tensor, cutoff: "GaussianCuto
 def both_sides(query: Tiling, key: Tiling, cutoff: Cutoff, back: Cutoff | None) -> "Reach":
     """Make the limits of sums over keys, and of sums over queries if there is a cut-off from keys back to queries.
 
-    It is the same one if a cloud attends to itself with the same weights on both sides.
+    Both cut-offs are one object if a cloud attends to itself with the same weights on both sides.
     """
     from qattn.tiles.loops.cutoff import Reach, find_least  # here, because importing Numba takes a while
 

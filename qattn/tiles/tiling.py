@@ -16,11 +16,12 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qattn.tiles.meanwhile import Loop, is_due
+from qattn.ranks import ALONE, Ranks
 from qattn.tiles.sizes import PART, TILE
 from qattn.tiles.threads import chunks, share
+from qattn.tiles.when_to_compile import Loop, charge, is_due
 
-__all__ = ["FACTOR", "Tiling", "Tree", "Weights", "log2_sum"]
+__all__ = ["FACTOR", "Tiling", "Tree", "Weights", "excess", "log2_sum", "scales_of"]
 
 FACTOR = math.sqrt(0.5 / math.log(2))  # exp(−½ x²) = 2^(−(FACTOR x)²)
 _MIN_POINTS = 2**14  # least number of points per task of a thread
@@ -87,7 +88,8 @@ class Tiling:
         The last row is repeated to fill the last tile.
         """
         width, loop = x.shape[-1] if width is None else width, Loop("layout", x.dtype)
-        if not is_due(loop, _BY_TORCH * x.numel()):
+        if not is_due(loop, seconds := _BY_TORCH * x.numel()):
+            charge(loop, seconds)
             return pad(self.tiled(x.detach()), (0, width - x.shape[-1]))
         from qattn.tiles.loops.layout import gather_rows  # here, because importing Numba takes a while
 
@@ -219,3 +221,23 @@ def log2_sum(x: Tensor) -> Tensor:
     largest = x.amax(-1, keepdim=True)
     largest = torch.where(largest == -torch.inf, 0, largest)
     return largest[..., 0] + torch.log2(torch.exp2(x - largest).sum(-1))
+
+
+def excess(value: Tensor, bias: Tensor, ranks: Ranks = ALONE) -> Tensor:
+    """Compute log max(1, max_c |v_jc| / mean_c), (B, M): by how much values exceed the mean size of their channel.
+
+    The means of the sizes of values (B, M, C) have the weights e^b. With a large value, a key of small weight matters
+    as much as one of large weight.
+    """
+    sizes, top = value.detach().abs().to(bias.dtype), ranks.highest(bias.T)[:, None]
+    weights = torch.exp(bias - torch.where(top == -torch.inf, 0, top))  # (B, M)
+    total = ranks.total(weights).clamp(min=1)[:, None]  # the largest weight is 1
+    mean = ranks.sum(torch.einsum("bm,bmc->bc", weights, sizes)) / total
+    largest = sizes.div_(torch.where(mean > 0, mean, torch.inf)[:, None]).amax(-1)
+    return largest.clamp_(min=1).log_()
+
+
+def scales_of(query: Tiling, sigma: Tensor | None) -> Tensor:
+    """Return c (B,) with exp(−‖x − y‖² / 2σ²) = 2^(−c ‖x − y‖²)."""
+    ones = torch.ones(query.clouds, dtype=query.cloud.dtype)
+    return ones * FACTOR**2 if sigma is None else (FACTOR / sigma.detach().cpu().double()).square().to(ones)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from qattn._versions import __version__
-from qattn.attention.dispatch import BACKENDS
+from qattn.attention.dispatch import reasons_against
 from qattn.attention.inputs import Inputs
 from qattn.tiles import device as on_device
 from qattn.tiles.cache import cache_folder
@@ -42,7 +42,7 @@ class Rates(NamedTuple):
 def rates(device: torch.device) -> Rates | None:
     """Return the costs of the `triton` backend on a device, from disk or measured; None if it does not run there."""
     points = torch.zeros(1, 1, 3, device=device)
-    if BACKENDS["triton"].not_supported_reasons(Inputs(points, points)):
+    if reasons_against("triton", Inputs(points, points)):
         return None
     name = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, qattn {__version__}"
     folder = cache_folder()

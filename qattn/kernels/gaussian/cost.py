@@ -9,23 +9,22 @@
 
 import math
 from dataclasses import dataclass, replace
-from operator import itemgetter
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
 from qattn.kernels.gaussian import calibration, exact_rows, fourier
 from qattn.kernels.gaussian.prepared import PreparedPoints
-from qattn.tiles import gaussian, plain
-from qattn.tiles.compiled import why_not_compiled
-from qattn.tiles.meanwhile import Loop, patience
+from qattn.tiles import by_torch, gaussian
 from qattn.tiles.sizes import TILE
+from qattn.tiles.when_to_compile import Loop, seconds_until_due
 
-__all__ = ["METHODS", "Choice", "Workload", "choose", "is_known"]
+__all__ = ["METHODS", "Choice", "Method", "Workload", "choose", "is_known"]
 
-METHODS = ("exact", "tiles", "fourier")
-_FEW_PAIRS = 2**24  # up to which methods are not compared
-_WORTH_COMPILING = 2**34  # pairs from which one waits for the compiler, and gets the method that is fastest with it
+Method = Literal["exact", "tiles", "fourier"]
+METHODS: tuple[Method, ...] = ("exact", "tiles", "fourier")
+_FEW_PAIRS = 2**24  # up to this many pairs, methods are not compared
+_WORTH_COMPILING = 2**34  # above this many pairs, compile first and compare compiled methods
 _SAMPLE = 128  # tiles for which near tiles are counted
 _ROWS = 64  # rows whose sums are computed
 
@@ -41,19 +40,19 @@ class _Costs:
     mode: float
     fourier_point: float  # per point besides its taps: rows that are checked, and channels
     call: dict[str, float]  # per call, at any size
-    comparison: float = 0.0  # of two tiles, where all are compared
+    comparison: float = 0.0  # per pair of tiles, where all pairs are compared
 
 
-# Those of CPUs are measured (benchmarks/methods.py). Those of CUDA are estimates from memory bandwidths and a model of
-# the machine code (benchmarks/gpu_model.py), for where `calibration` cannot measure them.
+# For CPUs they are measured (benchmarks/methods.py). For CUDA they are estimates from memory bandwidths and a model of
+# the machine code (benchmarks/gpu_model.py), used where `calibration` cannot measure.
 _COSTS = {
     "cpu": _Costs(0.24, 200.0, 80.0, 1.3, 120.0, 140.0, {"tiles": 2.5e6, "fourier": 1e7}),
     "cuda": _Costs(0.001, 0.0, 1.0, 0.02, 0.5, 1.0, {"tiles": 5e5, "fourier": 2e6}, comparison=0.01),
 }
 # Loops that compute a pass on CPUs.
-_LOOPS = {"exact": "attend", "tiles": "attend near"}
+_LOOPS: dict[Method, str] = {"exact": "attend", "tiles": "attend near"}
 # Cost of a channel, in passes for lse.
-_CHANNEL = {"exact": 0.15, "tiles": 0.15, "fourier": 0.44}
+_CHANNEL: dict[Method, float] = {"exact": 0.15, "tiles": 0.15, "fourier": 0.44}
 
 
 def is_known(device: torch.device) -> bool:
@@ -67,7 +66,7 @@ class Workload(NamedTuple):
     sums: int = 4
     channels: int = 8
 
-    def passes(self, method: str) -> float:
+    def passes(self, method: Method) -> float:
         """Return the cost in units of one pass for lse with that method."""
         return self.sums + 1 + self.channels * _CHANNEL[method]
 
@@ -80,13 +79,13 @@ class Choice:
         method: Name of the method.
         notes: One note per candidate.
         seconds: Estimated duration of a pass with each candidate.
-        forgone: A loop that would be faster if it were compiled, and by how many seconds; or None.
+        missed: A loop that would be faster if it were compiled, and by how many seconds; or None.
     """
 
-    method: str
-    notes: dict[str, str]
-    seconds: dict[str, float]
-    forgone: tuple[Loop, float] | None = None
+    method: Method
+    notes: dict[Method, str]
+    seconds: dict[Method, float]
+    missed: tuple[Loop, float] | None = None
 
     def __str__(self) -> str:
         width = max(map(len, self.notes))
@@ -97,16 +96,79 @@ class Choice:
 
     def without_fourier(self, reason: str) -> "Choice":
         """Return the choice after "fourier" has failed for a reason."""
-        others = {name: seconds for name, seconds in self.seconds.items() if name != "fourier"}
+        others: dict[Method, float] = {name: t for name, t in self.seconds.items() if name != "fourier"}
         return Choice(min(others, key=others.__getitem__), self.notes | {"fourier": reason}, self.seconds)
 
 
+@dataclass(frozen=True)
+class _Cloud:
+    """The numbers on which all estimates depend, the same on all ranks.
+
+    Attributes:
+        points: Targets and points of the kernel.
+        sigma: Bandwidth.
+        tol: Largest acceptable error of lse.
+        workload: Passes for which the cost is estimated.
+        costs: Costs on this device.
+        threads: Threads of a CPU; 1 on other devices.
+        waits: By the method, seconds for which its loops are avoided (`seconds_until_due`).
+    """
+
+    points: PreparedPoints
+    sigma: float
+    tol: float
+    workload: Workload
+    costs: _Costs
+    threads: int
+    waits: dict[Method, float]
+
+    @property
+    def rows(self) -> int:
+        """Number of targets of the average rank."""
+        return max(1, sum(self.points.queries) // self.points.ranks.size)
+
+    @property
+    def keys(self) -> int:
+        """Number of points of all ranks."""
+        return sum(self.points.keys)
+
+    @property
+    def clouds(self) -> int:
+        return self.points.batch.numel()
+
+    @property
+    def pairs(self) -> int:
+        return self.rows * self.keys * self.clouds
+
+    def seconds(self, nanoseconds: float) -> float:
+        """Convert nanoseconds on one thread to seconds on all."""
+        return 1e-9 * nanoseconds / self.threads
+
+    def until_compiled(self, method: Method, by_loops: float, by_torch: float) -> "_Estimate":
+        """Estimate a pass from nanoseconds on one thread: by loops after a wait for the compiler, or by torch."""
+        seconds = self.seconds(by_loops)
+        if self.points.device.type != "cpu" or self.waits[method] == torch.inf or self.pairs > _WORTH_COMPILING:
+            return _Estimate(seconds)
+        with_wait = seconds + self.waits[method] / self.workload.passes(method)
+        return _Estimate(min(with_wait, self.seconds(by_torch)), seconds)
+
+
+class _Estimate(NamedTuple):
+    """Seconds per pass, now and once the loops of the method are compiled; None if there is nothing to compile."""
+
+    seconds: float
+    once_compiled: float | None = None
+
+    def __str__(self) -> str:
+        return f"about {self.seconds:.2g} s per pass"
+
+
 def choose(
-    points: PreparedPoints, sigma: float, tol: float, workload: Workload, refusals: dict[str, list[str]]
+    points: PreparedPoints, sigma: float, tol: float, workload: Workload, refusals: dict[Method, list[str]]
 ) -> Choice:
     """Choose the cheapest method for a bandwidth.
 
-    On several ranks, costs are those of the average rank, from numbers that are the same on all ranks.
+    On several ranks, costs are for the average rank, from numbers that are the same on all ranks.
 
     Args:
         points: Targets and points of the kernel.
@@ -115,98 +177,124 @@ def choose(
         workload: Passes for which the cost is estimated.
         refusals: Reasons against "fourier" and "tiles"; a method with any is not considered.
     """
-    ranks, device = points.ranks, points.device
-    num_keys, clouds = sum(points.keys), points.batch.numel()
-    N, M = max(1, sum(points.queries) // ranks.size), num_keys // ranks.size
-    pairs = N * num_keys * clouds
-    costs, origin = _costs(points, is_measured=pairs > _FEW_PAIRS)
-    threads = torch.get_num_threads() if device.type == "cpu" else 1
-    threads = -int(ranks.maximum(torch.tensor(-threads, device=device)))
-
-    compiled: dict[str, tuple[float, Loop]] = {}  # what passes would take by loops for which one waits
-
-    def until_compiled(method: str, seconds: float, by_torch: float) -> float:
-        """Return the seconds per pass on this machine, where torch may compute until the loops are compiled."""
-        if device.type != "cpu" or why_not_compiled() or pairs > _WORTH_COMPILING:
-            return seconds
-        loop = gaussian.loop_of(_LOOPS[method], points.clouds[1].dtype, points.dims)
-        compiled[method] = workload.passes(method) * seconds, loop
-        return min(seconds + patience(loop) / workload.passes(method), by_torch)
-
-    seconds = {
-        "exact": until_compiled("exact", 1e-9 * costs.pair * pairs / threads, plain.seconds_for(pairs, points.dims))
-    }
+    threads, waits, refusals = _agreed(points, refusals)
+    cloud = _Cloud(points, sigma, tol, workload, _COSTS.get(points.device.type, _COSTS["cpu"]), threads, waits)
+    pairs, origin = cloud.pairs, ""
+    if points.device.type == "cuda" and pairs > _FEW_PAIRS:
+        costs, origin = _measured(points, cloud.costs)
+        cloud = replace(cloud, costs=costs)
+    estimates: dict[Method, _Estimate] = {"exact": _exact(cloud)}
     if pairs <= _FEW_PAIRS:
-        return Choice("exact", {"exact": f"all {pairs:.1e} pairs: few, other methods not compared"}, seconds)
-    notes = {"exact": f"all {pairs:.1e} pairs, {_per_pass(seconds['exact'])}{origin}"}
-    notes |= {name: "; ".join(reasons) for name, reasons in refusals.items() if reasons}
+        note = f"all {pairs:.1e} pairs: few, other methods not compared"
+        return Choice("exact", {"exact": note}, {"exact": estimates["exact"].seconds})
 
-    if not refusals["fourier"]:
-        extent = (points.extent / sigma).tolist()
-        limit = fourier.most_modes(N + M)
+    def total(name: Method) -> float:
+        return workload.passes(name) * estimates[name].seconds
 
-        def grid(least_sum: float) -> tuple[float, list[int], int]:
-            """Return the error δ, the modes along each axis and their number, for rows that sum to at least this."""
-            error = fourier.first_error(tol, least_sum, math.sqrt(num_keys))
-            shape = fourier.modes(extent, error)
-            return error, shape, math.prod(shape)
-
-        error, shape, count = grid(num_keys)  # no row sums to more
-        if count <= limit:
-            error, shape, count = grid(_least_sum(points, sigma))
-        if count > limit:
-            notes["fourier"] = f"at least {count:.1e} modes, more than {limit:.1e}"
-        else:
-            taps = costs.tap * max(2, round(-math.log10(10 * error)) + 1) ** len(shape)
-            cost = (taps + costs.fourier_point) * 0.5 * (N + M) + costs.mode * count
-            cost *= clouds * (1 if error >= fourier.SINGLE else 2)
-            seconds["fourier"] = 1e-9 * (cost + costs.call["fourier"]) / threads
-            notes["fourier"] = f"{' × '.join(map(str, shape))} modes, {_per_pass(seconds['fourier'])}"
-
-    if not refusals["tiles"]:
-        # Uniform clouds have the fewest pairs in reach. If even those are too many, there is no need to sort.
-        reach = math.sqrt(2 * math.log(1 / min(tol, 0.5)))
-        volume = math.prod(max(1.0, side / sigma / reach) for side in points.extent.tolist())
-        least = 1e-9 * costs.pair * pairs / volume / threads
-        if workload.passes("tiles") * least > 2 * min(workload.passes(name) * t for name, t in seconds.items()):
-            notes["tiles"] = f"at least {_per_pass(least)}: too many pairs in reach"
-        else:
-            tile_pairs, near = _near_pairs(points, sigma, tol)
-            if device.type == "cuda":  # whole tiles
-                near = TILE**2 * tile_pairs
-            compared = N * num_keys * clouds / TILE**2
-            cost = costs.pair * near + costs.tile_pair * tile_pairs + costs.tiled_point * N * clouds
-            cost += costs.comparison * compared
-            by_torch = plain.seconds_for(TILE**2 * tile_pairs, points.dims)
-            by_loops = 1e-9 * (cost + costs.call["tiles"]) / threads
-            seconds["tiles"] = until_compiled("tiles", by_loops, by_torch)
-            notes["tiles"] = f"{near / pairs:.1e} of all pairs, {_per_pass(seconds['tiles'])}"
-    best = min(seconds, key=lambda name: workload.passes(name) * seconds[name])
-    forgone = None
-    if compiled and best not in compiled:
-        least, loop = min(compiled.values(), key=itemgetter(0))
-        forgone = loop, max(0.0, workload.passes(best) * seconds[best] - least)
+    notes: dict[Method, str] = {"exact": f"all {pairs:.1e} pairs, {estimates['exact']}{origin}"}
+    for name, reasons in refusals.items():
+        if reasons:
+            notes[name] = "; ".join(reasons)
+            continue
+        limit = min(map(total, estimates))
+        found, notes[name] = _fourier(cloud) if name == "fourier" else _tiles(cloud, limit)
+        if found is not None:
+            estimates[name] = found
+    best = METHODS.index(min(estimates, key=total))
     # The same on all ranks, whose estimates may differ by rounding.
-    best = METHODS[int(ranks.maximum(torch.tensor(METHODS.index(best), device=device)))]
-    return Choice(best, {name: notes[name] for name in METHODS if name in notes}, seconds, forgone)
+    method = METHODS[int(points.ranks.maximum(torch.tensor(best, device=points.device)))]
+    seconds = {name: estimate.seconds for name, estimate in estimates.items()}
+    notes = {name: notes[name] for name in METHODS if name in notes}
+    return Choice(method, notes, seconds, _missed(cloud, method, estimates))
 
 
-def _costs(points: PreparedPoints, is_measured: bool) -> tuple[_Costs, str]:
-    """Return costs that are the same on all ranks, and a note on their origin; on a GPU those that are measured."""
+def _agreed(
+    points: PreparedPoints, refusals: dict[Method, list[str]]
+) -> tuple[int, dict[Method, float], dict[Method, list[str]]]:
+    """Return the number of threads, the waits for loops and the refusals that all ranks have in common."""
+    ranks, device = points.ranks, points.device
+    threads = torch.get_num_threads() if device.type == "cpu" else 1
+    waits = [seconds_until_due(_loop(points, method)) for method in _LOOPS]
+    are_refused = [float(bool(reasons)) for reasons in refusals.values()]
+    own = torch.tensor([-threads, *waits, *are_refused], dtype=torch.float64, device=device)
+    least, *waits, by_fourier, by_tiles = ranks.maximum(own).tolist()
+    common = {
+        name: reasons or (["another rank cannot use it"] if is_refused else [])
+        for (name, reasons), is_refused in zip(refusals.items(), (by_fourier, by_tiles), strict=True)
+    }
+    return -int(least), dict(zip(_LOOPS, waits, strict=True)), common
+
+
+def _loop(points: PreparedPoints, method: Method) -> Loop:
+    return gaussian.loop_of(_LOOPS[method], points.clouds[1].dtype, points.dims)
+
+
+def _missed(cloud: _Cloud, best: Method, estimates: dict[Method, _Estimate]) -> tuple[Loop, float] | None:
+    """Return the loop that would be the fastest if it were compiled, and by how many seconds, if the best has none."""
+    passes = cloud.workload.passes
+    compiled = {name: passes(name) * x.once_compiled for name, x in estimates.items() if x.once_compiled is not None}
+    if best in compiled or not compiled:
+        return None
+    name = min(compiled, key=compiled.__getitem__)
+    return _loop(cloud.points, name), max(0.0, passes(best) * estimates[best].seconds - compiled[name])
+
+
+def _exact(cloud: _Cloud) -> _Estimate:
+    pairs = cloud.pairs
+    return cloud.until_compiled("exact", cloud.costs.pair * pairs, by_torch.nanoseconds(pairs, cloud.points.dims))
+
+
+def _fourier(cloud: _Cloud) -> tuple[_Estimate | None, str]:
+    """Estimate a pass of "fourier"; None if it needs too many modes. Return a note too."""
+    points, keys, costs = cloud.points, cloud.keys, cloud.costs
+    count = cloud.rows + keys // points.ranks.size  # points of the average rank
+    extent, limit = (points.extent / cloud.sigma).tolist(), fourier.most_modes(count)
+
+    def grid(least_sum: float) -> tuple[float, list[int]]:
+        """Return the error δ and the modes along each axis, for rows that sum to at least this."""
+        error = fourier.first_error(cloud.tol, least_sum, math.sqrt(keys))
+        return error, fourier.modes(extent, error)
+
+    error, shape = grid(keys)  # no row sums to more
+    if math.prod(shape) <= limit:
+        error, shape = grid(_least_sum(points, cloud.sigma))
+    modes = math.prod(shape)
+    if modes > limit:
+        return None, f"at least {modes:.1e} modes, more than {limit:.1e}"
+    taps = costs.tap * max(2, round(-math.log10(10 * error)) + 1) ** len(shape)
+    cost = (taps + costs.fourier_point) * 0.5 * count + costs.mode * modes
+    cost *= cloud.clouds * (1 if error >= fourier.SINGLE else 2)
+    estimate = _Estimate(cloud.seconds(cost + costs.call["fourier"]))
+    return estimate, f"{' × '.join(map(str, shape))} modes, {estimate}"
+
+
+def _tiles(cloud: _Cloud, limit: float) -> tuple[_Estimate | None, str]:
+    """Estimate a pass of "tiles"; None if all passes take far longer than a limit in seconds. Return a note too."""
+    points, costs, pairs = cloud.points, cloud.costs, cloud.pairs
+    # Uniform clouds have the fewest pairs in reach. If even those are too many, there is no need to sort.
+    reach = math.sqrt(2 * math.log(1 / min(cloud.tol, 0.5)))
+    volume = math.prod(max(1.0, side / cloud.sigma / reach) for side in points.extent.tolist())
+    least = _Estimate(cloud.seconds(costs.pair * pairs / volume))
+    if cloud.workload.passes("tiles") * least.seconds > 2 * limit:
+        return None, f"at least {least}: too many pairs in reach"
+    tile_pairs, near = _near_pairs(points, cloud.sigma, cloud.tol)
+    if points.device.type == "cuda":  # whole tiles
+        near = TILE**2 * tile_pairs
+    cost = costs.pair * near + costs.tile_pair * tile_pairs + costs.tiled_point * cloud.rows * cloud.clouds
+    cost += costs.comparison * pairs / TILE**2 + costs.call["tiles"]
+    estimate = cloud.until_compiled("tiles", cost, by_torch.nanoseconds(TILE**2 * tile_pairs, points.dims))
+    return estimate, f"{near / pairs:.1e} of all pairs, {estimate}"
+
+
+def _measured(points: PreparedPoints, costs: _Costs) -> tuple[_Costs, str]:
+    """Return costs as measured on a GPU, the same on all ranks, and a note on their origin."""
     device = points.device
-    costs = _COSTS.get(device.type, _COSTS["cpu"])
-    if device.type != "cuda" or not is_measured:
-        return costs, ""
     found = calibration.rates(device)
     estimates = costs.pair, costs.comparison, costs.tiled_point, costs.call["tiles"]
     numbers = torch.tensor(estimates if found is None else found, dtype=torch.float64, device=device)
     pair, comparison, point, call = points.ranks.maximum(numbers).tolist()
     costs = replace(costs, pair=pair, comparison=comparison, tiled_point=point, call=costs.call | {"tiles": call})
     return costs, " (an estimate)" if found is None else " (measured on this GPU)"
-
-
-def _per_pass(seconds: float) -> str:
-    return f"about {seconds:.2g} s per pass"
 
 
 def _least_sum(points: PreparedPoints, sigma: float) -> float:
@@ -228,7 +316,7 @@ def _near_pairs(points: PreparedPoints, sigma: float, tol: float) -> tuple[float
     counts = (0.0, 0.0)
     if N and M:
         targets, keys = (cloud.tiling(points.clouds[1].dtype) for cloud in points.sorted(torch.tensor(sigma)))
-        tiles, near = plain.count_near(targets, keys, torch.full((targets.clouds,), sigma), tol, _SAMPLE)
+        tiles, near = by_torch.count_near(targets, keys, torch.full((targets.clouds,), sigma), tol, _SAMPLE)
         factor = 1 + (ranks.size - 1) * min(1.0, near / (keys.clouds * N * M))
         counts = factor * tiles, factor * near
     sums = ranks.sum(torch.tensor(counts, dtype=torch.float64, device=points.device))

@@ -48,7 +48,7 @@ def differentiate(
 ) -> Tensor:
     """Compute Σ_j s̄_ij (1, k_j − q_i, ‖k_j − q_i‖²) for a few queries (n, D), in units of σ, (n, 2 + D).
 
-    Rows R (n, C) and columns S (M, C) of s̄ are those of `attention/gradient.py`.
+    Rows R (n, C) and columns S (M, C) of s̄ are as in `attention/gradient.py`.
     """
     queries = ranks.joined(torch.cat([query, row, shift[:, None]], dim=-1))
     all_queries, rows, shifts = torch.cat(queries).split([query.shape[-1], row.shape[-1], 1], dim=-1)

@@ -95,7 +95,7 @@ class _Product:
             for x in (query, key)
         )
         weights = torch.ones((), dtype=torch.float64, device=query.device)
-        self._frequencies = []  # k along each axis, of shapes that broadcast to that of the modes
+        self._frequencies = []  # k along each axis, which broadcast to all modes
         for axis, (side, count) in enumerate(zip(period.tolist(), self.shape, strict=True)):
             k = 2 * math.pi / side * torch.arange(-(count // 2), count // 2 + 1, device=query.device).double()
             weights = weights[..., None] * (math.sqrt(2 * math.pi) / side * torch.exp(-0.5 * k**2))

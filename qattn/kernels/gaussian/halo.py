@@ -5,10 +5,10 @@ the floor, they may be left out for
 
     R²/2 ≥ log Σ_j e^{b_j} − c + log(1/tol).
 
-Rows are grouped by the nodes of a k-d order, whose boxes all ranks know. The floor of a node is the largest of several
-lower bounds: the least b_i of the node, as each row adds to itself, and log Σ e^b over the keys in another box, minus
-½ the largest squared distance to it, for the nodes of this rank and for one box around all keys of each other rank. The
-latter are finite also for rows of points without mass, as long as there is any mass.
+Rows are grouped by the nodes of a k-d order, whose boxes all ranks know. The floor of a node is its largest lower
+bound: the least b_i of the node, as each row adds to itself; or log Σ e^b over the keys in a box, minus ½ the largest
+squared distance to it. Such boxes are the nodes of this rank, and one around all keys of each other rank. Their bounds
+are finite also for rows of points without mass, as long as there is any mass.
 """
 
 import math
@@ -20,17 +20,18 @@ from torch.nn.functional import pad
 
 from qattn.attended import Attended, Derivatives
 from qattn.attention.engine import Differentiating, Engine
+from qattn.attention.gradient import derivatives
 from qattn.attention.inputs import Inputs
 from qattn.distributed.group import Group, pack, unpack
 from qattn.kernels.gaussian.tiles import SortedCloud, Tiles
-from qattn.tiles.gaussian import excess
 from qattn.tiles.order import kd_order
 from qattn.tiles.sizes import PART
+from qattn.tiles.tiling import excess
 
 __all__ = ["Halo"]
 
 _NODES = 256  # groups of rows per cloud
-_MARGIN = 1.0  # excess of R²/2 over the need: until it is used up, the halo stays as it is
+_MARGIN = 1.0  # added to the R²/2 that is needed, so that the halo can stay if the need grows by less
 _CHUNK = 2**10  # points whose distances to boxes are computed at a time
 
 
@@ -113,7 +114,12 @@ class Halo(Engine, Differentiating):
         return Attended(outs, torch.cat([result.lse for result in results]))
 
     def can_differentiate(self, inputs: Inputs) -> bool:
-        return Tiles(self._query, self._key, self._backend).can_differentiate(inputs)
+        return True
+
+    def is_direct(self, inputs: Inputs) -> bool:
+        # Ranks may have different devices, but need one answer.
+        is_direct = Tiles(self._query, self._key, self._backend).can_differentiate(inputs)
+        return not self._group.any(not is_direct, inputs.device)
 
     def differentiate(self, inputs: Inputs, row: Tensor, column: Tensor, shift: Tensor) -> Derivatives:
         bias = inputs.biases
@@ -123,20 +129,20 @@ class Halo(Engine, Differentiating):
         for b, (biases, columns) in enumerate(self._with_halo([bias[..., None], column])):
             if self._query.points.shape[1] and not is_absent[b]:
                 local = self._local(b, inputs, biases, None)
-                sums = self._tiles[b].differentiate(local, row[b : b + 1], columns[None], shift[b : b + 1])
+                sums = derivatives(self._tiles[b], local, row[b : b + 1], columns[None], shift[b : b + 1])
                 for result, part in zip(results, sums, strict=True):
                     result[b] = part[0]
         return results
 
     def _reached(self, inputs: Inputs, bias: Tensor, most: Tensor) -> list[bool]:
-        """Grow the halo if needed, for sums of e^bias in which each key matters as much as e^most.
+        """Grow the halo if needed: row sums have the weights e^bias, the cut-off uses the larger weights e^most.
 
         Returns:
             For each cloud, whether it has no keys on any rank.
         """
         needed, is_absent = self._needed(bias, most, 0.5 * inputs.tol)
         grows = self._reach is None or bool((needed > self._reach).any())
-        if self._group.maximum(torch.tensor(float(grows), device=inputs.device)) > 0:
+        if self._group.any(grows, inputs.device):
             self._grow(needed, inputs.key)
         return is_absent
 

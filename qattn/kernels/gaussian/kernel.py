@@ -31,11 +31,11 @@ class GaussianKernel(PointKernel):
 
     The points are all in this process, or sharded over the ranks of a `torch.distributed` group. In the latter case
     each rank passes the positions, masses, signals and biases of its shard, and gets results at its points. `sinkhorn`,
-    `diffusion` and the layers compute the same as for the entire cloud, gradients included. The gradient with respect
-    to a shard of the points is that of the sum of the losses of all ranks. The gradient with respect to a parameter
-    that all ranks share, such as σ, is the part of this rank: sum these parts, or average them as DDP does. All ranks
+    `diffusion` and the layers compute the same as for the entire cloud, gradients included. A shard of the
+    points gets the gradient of the sum of the losses of all ranks. A parameter that all ranks share, such as σ, gets
+    the part of this rank: sum these parts, or average them as DDP does. All ranks
     must call the same functions in the same order with the same options; options that differ raise an error that names
-    them. Properties and printing do not communicate.
+    them. Properties and printing do not communicate; methods do.
 
     Args:
         points: Positions x of shape (*batch, N, d). Integers are converted. With `group`, the shard of this rank, whose
@@ -43,7 +43,7 @@ class GaussianKernel(PointKernel):
         sigma: Bandwidth σ > 0: a number, or H numbers, which give a head axis before N.
         method: "exact" computes all pairs. "tiles" computes pairs that are near enough to matter, at any bandwidth and
             best at small ones, up to three or four dimensions. "fourier" uses non-uniform FFTs, best at large
-            bandwidths, up to three dimensions. "auto" uses the cheapest for each head; `print(kernel)` shows why.
+            bandwidths, up to three dimensions. "auto" uses the cheapest for each head, see `choices`.
         tol: Largest acceptable error of lse; see `error`.
         backend: Attention backend of "exact" or "tiles"; see `qattn.backends()`.
         group: Process group over which the points are sharded, or "world" for all processes; None for local points.
@@ -52,8 +52,8 @@ class GaussianKernel(PointKernel):
         >>> kernel = GaussianKernel(torch.randn(100, 3), sigma=[0.1, 0.2])
         >>> kernel.shape
         torch.Size([2, 100, 100])
-        >>> print(GaussianKernel(torch.randn(100, 3), sigma=0.1))
-        GaussianKernel((100, 3), sigma=0.1, method='exact')
+        >>> print(*kernel.choices(), sep="\n")
+          exact  all 1.0e+04 pairs: few, other methods not compared   ← taken
           exact  all 1.0e+04 pairs: few, other methods not compared   ← taken
     """
 
@@ -110,7 +110,7 @@ class GaussianKernel(PointKernel):
         self._plan = self._new_plan()
 
     def __repr__(self) -> str:
-        methods = ", ".join(dict.fromkeys(self._plan.methods))
+        methods = ", ".join(dict.fromkeys(choice.method for choice in self._plan.known_choices)) or "auto"
         total, place = "", ""
         if not self._ranks.is_alone:
             total = f" of {sum(self._prepared.keys)} points"
@@ -120,18 +120,13 @@ class GaussianKernel(PointKernel):
 
     def __str__(self) -> str:
         lines = [repr(self)]
-        if "auto" not in self._plan.methods:
-            for sigma, choice in zip(self._sigma.reshape(-1).tolist(), self._plan.choices, strict=True):
-                lines += [f"  sigma = {sigma:g}"] * self._sigma.ndim + [str(choice)]
+        for sigma, choice in zip(self._sigma.reshape(-1).tolist(), self._plan.known_choices, strict=False):
+            lines += [f"  sigma = {sigma:g}"] * self._sigma.ndim + [str(choice)]
         return "\n".join(lines)
 
     def _remarks(self) -> list[tuple[str, str]]:
-        if "auto" in self._plan.methods:
-            return []
-        sigmas = self._sigma.reshape(-1).tolist()
-        return [
-            (f"methods, σ = {sigma:g}", str(choice)) for sigma, choice in zip(sigmas, self._plan.choices, strict=True)
-        ]
+        choices = zip(self._sigma.reshape(-1).tolist(), self._plan.known_choices, strict=False)
+        return [(f"methods, σ = {sigma:g}", str(choice)) for sigma, choice in choices]
 
     @property
     def points(self) -> Tensor:
@@ -148,20 +143,22 @@ class GaussianKernel(PointKernel):
         """Largest acceptable error of lse."""
         return self._tol
 
-    @property
     def choices(self) -> list[Choice]:
-        """The method of each bandwidth, with a note on each candidate."""
-        return self._plan.choices
+        """Choose the method of each bandwidth before the first pass would, with a note on each candidate.
+
+        All ranks must call it. Afterwards, `print(kernel)` shows the same.
+        """
+        return self._plan.choices()
 
     @property
-    def method(self) -> str | tuple[str, ...]:
+    def method(self) -> MethodName | tuple[MethodName, ...]:
         """The method in use, one per head if there are heads; "auto" on several ranks before their first pass."""
-        methods = self._plan.methods
-        return methods[0] if self._sigma.ndim == 0 else methods
+        choices = self._plan.choices() if self._ranks.is_alone else self._plan.known_choices
+        methods: list[MethodName] = [choice.method for choice in choices] or ["auto"] * self._sigma.numel()
+        return methods[0] if self._sigma.ndim == 0 else tuple(methods)
 
-    @property
     def diameter(self) -> float:
-        """Upper bound of the distance between any two of its points."""
+        """Return an upper bound of the distance between any two of its points. All ranks must call it."""
         return float(self._prepared.extent.norm())
 
     @property
@@ -219,7 +216,7 @@ class GaussianKernel(PointKernel):
         return self._replanned(_prepared=other._prepared)
 
     def ordered_like(self, other: "GaussianKernel") -> "GaussianKernel":
-        """Return the same kernel, with its points sorted in the order of another kernel of as many points.
+        """Return the same kernel, with its points sorted in the order of another kernel of the same size.
 
         Tiles of points with further coordinates are then compact in the coordinates of the other kernel, and sorted
         once.

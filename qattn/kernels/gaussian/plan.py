@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import cached_property, partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from qattn.attention.gradient import derivatives
 from qattn.attention.inputs import Inputs
 from qattn.distributed.group import Group
 from qattn.kernels.gaussian import fourier, tiles
-from qattn.kernels.gaussian.cost import METHODS, Choice, Workload, choose, is_known
+from qattn.kernels.gaussian.cost import METHODS, Choice, Method, Workload, choose, is_known
 from qattn.kernels.gaussian.fourier import Fourier, FourierError
 from qattn.kernels.gaussian.halo import Halo
 from qattn.kernels.gaussian.prepared import PreparedPoints
@@ -24,7 +25,7 @@ from qattn.kernels.gaussian.tiles import Tiles
 from qattn.ranks import Ranks
 from qattn.tiles.compiled import why_not_compiled
 from qattn.tiles.device import why_not_installed
-from qattn.tiles.meanwhile import forgo
+from qattn.tiles.when_to_compile import charge
 
 __all__ = ["Plan"]
 
@@ -44,7 +45,13 @@ class Plan:
     """
 
     def __init__(
-        self, points: PreparedPoints, sigma: Tensor, method: str, tol: float, backend: str, workload: Workload
+        self,
+        points: PreparedPoints,
+        sigma: Tensor,
+        method: Method | Literal["auto"],
+        tol: float,
+        backend: str,
+        workload: Workload,
     ) -> None:
         _checks.one_of("method", method, ("auto", *METHODS))
         self.points, self._sigma = points, sigma.detach()
@@ -53,7 +60,7 @@ class Plan:
             for reason in self._refusals(method):
                 raise ValueError(f'`method="{method}"` cannot be used here: {reason}.')
 
-    def _refusals(self, method: str) -> list[str]:
+    def _refusals(self, method: Method) -> list[str]:
         """Return the reasons why a method cannot be used, at any bandwidth."""
         device, d = self.points.device, self.points.dims
         reasons = []
@@ -84,7 +91,8 @@ class Plan:
         """The choice for each head, from estimates before any pass."""
         count = self._sigma.numel()
         if self._method == "auto":
-            refusals = {name: self._refusals(name) for name in ("fourier", "tiles")}
+            others: tuple[Method, ...] = "fourier", "tiles"
+            refusals = {name: self._refusals(name) for name in others}
             sigmas = self._sigma.reshape(-1).tolist()
             return [choose(self.points, sigma, self._tol, self._workload, refusals) for sigma in sigmas]
         note = "as requested"
@@ -97,8 +105,8 @@ class Plan:
         """Heads of each method in use, None for all, and their engine."""
         methods = [choice.method for choice in self._first_choices]
         for choice in self._first_choices:
-            if choice.forgone is not None:
-                forgo(*choice.forgone)
+            if choice.missed is not None:
+                charge(*choice.missed)
         parts: list[tuple[Tensor | None, Engine]] = []
         for method in dict.fromkeys(methods):
             numbers = [head for head, name in enumerate(methods) if name == method]
@@ -112,9 +120,8 @@ class Plan:
             parts.append((heads, engine))
         return parts
 
-    @property
     def choices(self) -> list[Choice]:
-        """The choice for each head, updated by what passes have shown since."""
+        """Choose a method for each head, together with all ranks; updated by what passes have shown since."""
         choices = list(self._first_choices)
         for heads, engine in self.__dict__.get("parts", ()):
             if isinstance(engine, _FourierOr) and engine.failure is not None:
@@ -123,14 +130,12 @@ class Plan:
         return choices
 
     @property
-    def methods(self) -> tuple[str, ...]:
-        """The method of each head; "auto" on several ranks before the first pass, in which they choose together."""
-        if self._method == "auto" and not self.points.ranks.is_alone and "_first_choices" not in self.__dict__:
-            return ("auto",) * self._sigma.numel()
-        return tuple(choice.method for choice in self.choices)
+    def known_choices(self) -> list[Choice]:
+        """The choice for each head; empty if none has been made."""
+        return self.choices() if self._method != "auto" or "_first_choices" in self.__dict__ else []
 
 
-def _engine(points: PreparedPoints, sigma: Tensor, backend: str, method: str) -> Engine:
+def _engine(points: PreparedPoints, sigma: Tensor, backend: str, method: Method) -> Engine:
     """Make the engine of a method for these bandwidths."""
     ranks = points.ranks
     if method == "fourier":
@@ -145,10 +150,10 @@ def _engine(points: PreparedPoints, sigma: Tensor, backend: str, method: str) ->
 
 
 class _FourierOr(Engine, Differentiating):
-    """The engine of "fourier", replaced by another one after the first pass in which it misses the tolerance.
+    """The engine of "fourier" until it misses the tolerance, then another one.
 
     Attributes:
-        failure: Message of that failure; None while there is none.
+        failure: Message of the pass that missed the tolerance; None if none has.
     """
 
     def __init__(self, by_fourier: Engine, make_other: Callable[[], Engine]) -> None:
@@ -180,8 +185,12 @@ class _FourierOr(Engine, Differentiating):
         return self._other.for_gradients.attend(inputs)
 
     def can_differentiate(self, inputs: Inputs) -> bool:
-        other = self._other if self.failure is not None else None
-        return other is None or (isinstance(other, Differentiating) and other.can_differentiate(inputs))
+        engine = self._fourier if self.failure is None else self._other.for_gradients
+        return isinstance(engine, Differentiating) and engine.can_differentiate(inputs)
+
+    def is_direct(self, inputs: Inputs) -> bool:
+        engine = self._fourier if self.failure is None else self._other.for_gradients
+        return isinstance(engine, Differentiating) and engine.is_direct(inputs)
 
     def differentiate(self, inputs: Inputs, row: Tensor, column: Tensor, shift: Tensor) -> Derivatives:
         if self.failure is None:

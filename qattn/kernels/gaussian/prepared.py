@@ -65,12 +65,14 @@ class PreparedPoints:
         """Return the same points, to be sorted in the order of others, whose batch (*batch,) may lack axes.
 
         Args:
-            other: As many points, of a cloud that attends to itself, such as positions without further coordinates.
+            other: The same number of points that attend to themselves, such as positions without further coordinates.
         """
         result = copy.copy(self)
         for name in ("_orders", "_sorted"):
             result.__dict__.pop(name, None)
-        result._ordered_like = other._ordered_like or other  # of which the others need not be kept
+        result._ordered_like = (
+            other._ordered_like or other
+        )  # refer to the original, so that no chain of kernels is kept alive
         return result
 
     @cached_property

@@ -56,6 +56,12 @@ class Ring(Engine, Differentiating):
     def can_differentiate(self, inputs: Inputs) -> bool:
         return True
 
+    def is_direct(self, inputs: Inputs) -> bool:
+        # Ranks need one answer, also those without points.
+        engine, is_empty = self._engine, 0 in (inputs.query.shape[1], inputs.key.shape[1])
+        is_direct = is_empty or (engine.can_differentiate(inputs) and engine.is_direct(inputs))
+        return not self._group.any(not is_direct, inputs.device)
+
     def differentiate(self, inputs: Inputs, row: Tensor, column: Tensor, shift: Tensor) -> Derivatives:
         sums = [inputs.query.new_zeros(()) for _ in range(3)]
         for key, biases, columns in self._blocks([inputs.key, inputs.biases[..., None], column]):

@@ -10,23 +10,19 @@ import torch
 from torch import Tensor
 
 from qattn.attended import Attended, PairSums, PairTerms
-from qattn.attention import dispatch
-from qattn.attention.dispatch import Dispatch, select
+from qattn.attention.dispatch import Dispatch, reasons_against
 from qattn.attention.engine import Engine, Fused
 from qattn.attention.inputs import BlockLists, Inputs
 from qattn.attention.tensor_cores import is_lift_exact
 from qattn.lift import Extent
-from qattn.tiles import device, gaussian, plain
+from qattn.tiles import device, gaussian
 from qattn.tiles.device import Cutoff, DeviceTiling
-from qattn.tiles.meanwhile import Loop, is_due, patience
 from qattn.tiles.sizes import TILE
 from qattn.tiles.tiling import Tiling
 
 __all__ = ["BACKENDS", "SortedCloud", "Tiles"]
 
 BACKENDS = ("native", "triton", "flex")
-_SAMPLE = 32  # tiles for which near tiles are counted, to estimate a duration
-_PASSES_OF_GRADIENTS = 4.0  # of which gradients are made, if sums over pairs are not
 
 
 class SortedCloud:
@@ -79,7 +75,7 @@ class Tiles(Engine, Fused):
             return self._backend
         if inputs.device.type == "cpu":
             return "native"
-        return "flex" if dispatch.reasons_against("triton", inputs) else "triton"
+        return "flex" if reasons_against("triton", inputs) else "triton"
 
     def not_supported_reasons(self, inputs: Inputs) -> list[str]:
         reasons = []
@@ -89,31 +85,39 @@ class Tiles(Engine, Fused):
         if backend == "native" and inputs.device.type == "cuda":
             reasons.append("the native loops are for CPUs")
         if backend == "triton":
-            reasons += dispatch.BACKENDS["triton"].not_supported_reasons(inputs)
+            reasons += reasons_against("triton", inputs)
         if backend == "flex" and inputs.dtype == torch.float64:
             reasons.append("FlexAttention does not take float64")
         return reasons
-
-    def _on_device(self, inputs: Inputs) -> tuple[DeviceTiling, DeviceTiling, Cutoff]:
-        return self._query.on(inputs.device), self._key.on(inputs.device), Cutoff(inputs.tol, self._widths)
 
     def attend(self, inputs: Inputs) -> Attended:
         if not self._is_strict and self.not_supported_reasons(inputs):
             return Dispatch().attend(inputs)
         backend = self._backend_for(inputs)
         if backend == "triton":
-            on_query, on_key, cutoff = self._on_device(inputs)
-            is_lifted = self._is_lifted(inputs, on_query, on_key)
-            if is_lifted:
-                cutoff = cutoff._replace(tol=0.5 * cutoff.tol)
-            return device.attend(on_query, on_key, inputs.sigma, inputs.value, inputs.bias, cutoff, is_lifted)
-        query, key = self._query.tiling(inputs.dtype), self._key.tiling(inputs.dtype)
-        if backend == "native":
-            if not self._is_due(inputs, "attend near", 1.0):
-                return plain.attend(query, key, inputs.sigma, inputs.value, inputs.bias, inputs.tol)
-            attended = gaussian.attend(query, key, inputs.sigma, inputs.value, inputs.bias, inputs.tol)
-            _loop(inputs, "attend near").remember()
-            return attended
+            return self._attend_on_device(inputs)
+        if backend == "flex":
+            return self._attend_by_lists(inputs)
+        arguments = *self._tilings(inputs), inputs.sigma, inputs.value, inputs.bias, inputs.tol
+        return gaussian.attend(*arguments, compile_now=self._backend == "native")
+
+    def _tilings(self, inputs: Inputs) -> tuple[Tiling, Tiling]:
+        return self._query.tiling(inputs.dtype), self._key.tiling(inputs.dtype)
+
+    def _on_device(self, inputs: Inputs) -> tuple[DeviceTiling, DeviceTiling, Cutoff]:
+        return self._query.on(inputs.device), self._key.on(inputs.device), Cutoff(inputs.tol, self._widths)
+
+    def _attend_on_device(self, inputs: Inputs) -> Attended:
+        """Attend with the kernels of `triton`, which find the near tiles themselves."""
+        on_query, on_key, cutoff = self._on_device(inputs)
+        is_lifted = self._is_lifted(inputs, on_query, on_key)
+        if is_lifted:
+            cutoff = cutoff._replace(tol=0.5 * cutoff.tol)
+        return device.attend(on_query, on_key, inputs.sigma, inputs.value, inputs.bias, cutoff, is_lifted)
+
+    def _attend_by_lists(self, inputs: Inputs) -> Attended:
+        """Attend with `flex`, by lists of near tiles from the host."""
+        query, key = self._tilings(inputs)
         bias = inputs.biases
         counts, lists = gaussian.near_tiles(query, key, inputs.sigma, bias.to(inputs.dtype), inputs.tol)
         blocks = BlockLists(counts.to(bias.device), lists.to(bias.device), TILE)
@@ -125,7 +129,7 @@ class Tiles(Engine, Fused):
             bias=key.sort(bias),
             blocks=blocks,
         )
-        out, lse = select(ordered, "flex").attend(ordered)
+        out, lse = Dispatch("flex").attend(ordered)
         return Attended(None if out is None else query.unsort(out), query.unsort(lse))
 
     def _is_lifted(self, inputs: Inputs, query: DeviceTiling, key: DeviceTiling) -> bool:
@@ -139,16 +143,6 @@ class Tiles(Engine, Fused):
         self._extent = inputs.measured_extent
         return is_lifted and query in self._widths
 
-    def _is_due(self, inputs: Inputs, name: str, passes: float) -> bool:
-        """Return whether to call the loops instead of so many passes of plain torch; always if asked for by name."""
-        loop = _loop(inputs, name)
-        if self._backend == "native" or patience(loop) == 0:
-            return True
-        query, key = self._query.tiling(inputs.dtype), self._key.tiling(inputs.dtype)
-        num_tiles, _ = plain.count_near(query, key, inputs.sigma, inputs.tol, _SAMPLE)
-        compared = query.clouds * query.tiles * key.tiles  # pairs of tiles, each at the cost of some pairs of points
-        return is_due(loop, passes * plain.seconds_for(TILE**2 * num_tiles + TILE * compared, query.dims))
-
     @property
     def transposed(self) -> "Tiles":
         return Tiles(self._key, self._query, self._backend, self._is_strict, self._widths)
@@ -158,20 +152,11 @@ class Tiles(Engine, Fused):
         return Tiles(self._query, self._key, self._backend, False, self._widths)
 
     def can_differentiate(self, inputs: Inputs) -> bool:
-        backend = self._backend_for(inputs)
-        if backend not in ("native", "triton") or self.not_supported_reasons(inputs):
-            return False
-        return backend == "triton" or self._is_due(inputs, "differentiate near", _PASSES_OF_GRADIENTS)
+        return self._backend_for(inputs) in ("native", "triton") and not self.not_supported_reasons(inputs)
 
     def pair_sums(self, inputs: Inputs, terms: PairTerms) -> PairSums:
         if self._backend_for(inputs) == "triton":
             on_query, on_key, cutoff = self._on_device(inputs)
             return device.differentiate(on_query, on_key, inputs.sigma, inputs.bias, terms, cutoff)
-        query, key = self._query.tiling(inputs.dtype), self._key.tiling(inputs.dtype)
-        sums = gaussian.differentiate(query, key, inputs.sigma, inputs.bias, terms, inputs.tol)
-        _loop(inputs, "differentiate near").remember()
-        return sums
-
-
-def _loop(inputs: Inputs, name: str) -> Loop:
-    return gaussian.loop_of(name, inputs.dtype, inputs.query.shape[-1])
+        arguments = *self._tilings(inputs), inputs.sigma, inputs.bias, terms, inputs.tol
+        return gaussian.differentiate(*arguments, compile_now=self._backend == "native")

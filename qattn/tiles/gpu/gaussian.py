@@ -40,7 +40,7 @@ __all__ = [
 
 TILE = tl.constexpr(sizes.TILE)
 LOG_2 = tl.constexpr(math.log(2))
-# Keys of a block of rows that are computed again. Beside values few: their registers are those of the whole kernel.
+# Keys per block in the second pass; few when values are present, because both passes share registers.
 AGAIN = tl.constexpr(32)
 VALUES_AGAIN = tl.constexpr(16)
 

@@ -73,7 +73,7 @@ def _products(is_narrow: bool) -> int:
     return 1 if torch.version.hip else 2 if is_narrow else 3
 
 
-# Returned, so that torch finds the kernels of an operator, by which it knows compiled code that is out of date.
+# Returned so that torch can hash the kernels and discard stale compiled code.
 
 
 @triton_op("qattn::sum_blocks", mutates_args={"lse"})

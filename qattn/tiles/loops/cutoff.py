@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 PARTS = TILE // PART
-_SHARES = 12  # log₂ of the largest number of tiles among which the tolerance is divided
+_SHARES = 12  # log₂ of the largest number of tiles that share the tolerance
 _LEAST_EIGENVALUE = 0.5  # of a sum of two covariances: 1 without the rounding of long and thin covariances
 
 
@@ -249,7 +249,7 @@ class Reach(NamedTuple):
     """
 
     row_least: np.ndarray  # (query tiles,) weights that are too small to matter to a row
-    column_least: np.ndarray  # (clouds · key nodes,) least of those that are too small to matter to a column
+    column_least: np.ndarray  # (clouds · key nodes,) the least such weight for columns of a node
     row_tops: np.ndarray  # (query tiles,) log₂ Σ 2^β over rows, as weights of columns
     row_part_tops: np.ndarray  # (query tiles · PARTS,) the same
 

@@ -51,12 +51,12 @@ from qattn.tiles.sizes import PART, TILE
 __all__ = ["attend_tiles", "differentiate_tiles", "sum_tiles"]
 
 _LOG_2 = math.log(2)
-_BLOCK = 64  # tiles of keys whose weights are summed before they are added to those of others
+_BLOCK = 64  # tiles of keys whose weights are summed apart before they are added to the total
 _AT_ONCE = 32  # parts of keys whose weights are kept, in the first level of the cache
 
 
-# Tiles of keys are passed as an index t, not as slices: Numba would count references to those, each at the cost of a
-# hundred weights.
+# Tiles of keys are passed as an index t, not as slices: counting references to a slice would cost as much as a hundred
+# weights.
 
 
 @njit(forceinline=True)
@@ -168,7 +168,7 @@ def _add_all(query, shift, scale, keys, beta, values, few, tiles, dims, sums, ou
 
 @njit
 def _add_near(query, tile, shift, scale, keys, beta, values, few, tiles, cutoff, least, near, dims, sums, out, weights):
-    """Add those of the parts of a list of tiles that add more than `least`, for each part of the queries."""
+    """Add, for each part of the query tile, the weights of key parts that contribute more than `least`."""
     for p in range(PARTS):
         first, count = p * PART, near_parts(tile * PARTS + p, tiles, cutoff, least, near)
         if few and len(dims) > 0:
@@ -189,10 +189,10 @@ def _add_near(query, tile, shift, scale, keys, beta, values, few, tiles, cutoff,
 def _add_blocks(
     query, tile, shift, scale, keys, beta, values, few, tiles, cutoff, least, near, dims, sums, out, blocks, weights
 ):
-    """Compute the sums over the keys of a list of tiles that matter.
+    """Sum over the keys that matter of a list of tiles.
 
-    Those of `_BLOCK` tiles are taken first, in `blocks`: added to a large sum one by one, a million weights would lose
-    three digits in float32.
+    Weights of `_BLOCK` tiles are first summed in `blocks`: a million weights, added one by one to a large sum, would
+    lose three digits in float32.
     """
     block_sums, block_out = blocks
     sums[:] = 0
@@ -254,7 +254,7 @@ def attend_tiles(
 ):
     """Attention of the query tiles begin … end − 1 to the tiles of keys that matter, or to all of their cloud.
 
-    query (T, TILE, d) and order (B, N), that of the queries in tiles; scales (B,); keys (S, d, TILE), beta (S, TILE)
+    query (T, TILE, d), in tiles of an order (B, N); scales (B,); keys (S, d, TILE), beta (S, TILE)
     and tops (B, 1); values (S, TILE, W) with W a multiple of the lanes of a register, 0 for lse alone, or (S, C, TILE)
     if there are few channels; key_tiles (T, 2), the range of key tiles of the cloud of each query tile. lse (B, N) and
     out (B, N, C), C ≤ W, are written in the order of the cloud. `dims` is a tuple of d items, so that d is a constant
@@ -309,7 +309,7 @@ def attend_tiles(
 def _add_both_sides(query, tile, first, factor, keys, weights, t, begin, is_own, dims, rowwise, columnwise):
     """Add 2^(−c ‖q_i − k_j‖²) times weights, of a part of the queries and one of the keys, to the sums of both.
 
-    rowwise (PART, lanes) has those over keys, lane by lane, and columnwise (S, TILE) those over queries. A part and
+    rowwise (PART, lanes) has sums over keys, lane by lane, and columnwise (S, TILE) sums over queries. A part and
     itself count once, in rowwise.
     """
     d, width, zero = len(dims), lanes(rowwise), query.dtype.type(0)
@@ -331,8 +331,8 @@ def sum_tiles(query, scales, keys, weights, cutoff, reach, dims, rowwise, column
     """Add Σ_j 2^(−c ‖x_i − x_j‖²) w_j over pairs of the tiles begin … end − 1 and first … last − 1, each taken once.
 
     Both ranges are nodes of the tree of one cloud that attends to itself: the same one, or two without a common tile.
-    The sums of the first range are in rowwise (T, TILE), and those of the second in columnwise (T, TILE). The same
-    points are query (T, TILE, d) and keys (T, d, TILE), with weights w (T, TILE). `dims` has d > 0 items.
+    rowwise (T, TILE) has the sums of the first range, columnwise (T, TILE) the sums of the second. The same points are
+    query (T, TILE, d) and keys (T, d, TILE), with weights w (T, TILE). `dims` has d > 0 items.
     """
     width = lanes(query)
     sums = _aligned(PART * width, query.dtype).reshape(PART, width)
@@ -359,7 +359,7 @@ def sum_tiles(query, scales, keys, weights, cutoff, reach, dims, rowwise, column
 def _cotangents(query, first, shift, scale, rows, keys, beta, columns, t, begin, end, weights, cotangents, sums):
     """Write weights p and cotangents p R · S of ROWS rows and the keys begin … end − 1 of tile t; add them to sums.
 
-    weights and cotangents (ROWS, TILE); sums (ROWS, d + 2, lanes), of which the first and the last are added to.
+    weights and cotangents are (ROWS, TILE); of the sums (ROWS, d + 2, lanes) only the first and the last change.
     """
     width, channels, d, factor = lanes(sums), columns.shape[1], query.shape[1], splat(scale)
     _store_squares(query, first, keys, t, begin, end, weights)

@@ -1,7 +1,7 @@
 """The order of a balanced k-d tree.
 
 Halving a cloud repeatedly at the median of its longest side gives runs of near points. Pairs of such runs within reach
-of one another hold half as many points as those along a space-filling curve.
+of one another hold half as many points as runs along a space-filling curve.
 
 Points move together with their indices, as rows of words of 16 bytes. `rows` (N, W) and `words` (N, w) are views of the
 same memory: the first has the d coordinates of each point, and something else in its other columns. `width` is a tuple
@@ -23,7 +23,7 @@ _FOR_SIDES = 128  # points, about, from which the longest side is found
 
 @njit
 def _pivot(rows, first, last, k, axis, sample):
-    """Return a coordinate of rows first … last that is likely near the k-th: an order statistic of a sample of them."""
+    """Return a coordinate of rows first … last that is likely near the k-th: an order statistic of a sample."""
     if last - first < 8 * _SAMPLE:
         a, b, c = rows[first, axis], rows[(first + last) // 2, axis], rows[last, axis]
         return max(min(a, b), min(max(a, b), c))

@@ -88,7 +88,7 @@ def _weight(beta, offset, shift, apart, pivots, has_determinant):
 
 @njit(forceinline=True)
 def _add_part(query, first, shift, keys, beta, values, t, begin, has_determinant, sums, out, weights):
-    """Add the weights of a part of tile t to ROWS rows of sums, and the weighted values to those of out."""
+    """Add the weights of a part of tile t to ROWS rows of sums, and the weighted values to the same rows of out."""
     width, channels = lanes(sums), values.shape[2]
     for r in range(ROWS):
         i = first + r
@@ -109,7 +109,7 @@ def _add_part(query, first, shift, keys, beta, values, t, begin, has_determinant
 
 @njit
 def _add_tiles(query, tile, shift, keys, beta, values, tiles, cutoff, least, near, sums, out, weights):
-    """Compute the sums over the parts of a list of tiles that add more than `least`, for each part of the queries."""
+    """Sum, for each part of the queries, over the key parts of a list of tiles that contribute more than `least`."""
     sums[:] = 0
     out[:] = 0
     for p in range(PARTS):
@@ -121,7 +121,7 @@ def _add_tiles(query, tile, shift, keys, beta, values, tiles, cutoff, least, nea
 
 @njit(forceinline=True)
 def _add_to_both(sums, columnwise, n, place, width, row_term, column_term):
-    """Add a term to the n-th sum of a row, lane by lane, and one to a sum of columns, if those are needed."""
+    """Add a term to the n-th sum of a row, lane by lane, and one to a sum of columns, if column sums are needed."""
     store(sums, n * width, add(load(sums, n * width), row_term))
     if len(columnwise) > 0:
         store(columnwise, place + n * TILE, add(load(columnwise, place + n * TILE), column_term))

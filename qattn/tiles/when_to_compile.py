@@ -1,10 +1,12 @@
-"""The time to compile a loop: after torch has computed in its place for as long as the compiler takes.
+"""Decide when to compile a loop: once torch has spent as long as compiling would take.
 
 On a new machine, torch finishes a few clouds before a compiler would. However many follow, the total time is at most
 twice the best possible, in which that number is known in advance. If another method is used because a loop is not
 compiled, the time that it takes longer counts as well, so that every machine compiles its loops at some point.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import product
 from typing import NamedTuple
 
@@ -13,14 +15,16 @@ import torch
 from qattn.tiles.cache import is_compiled, remember
 from qattn.tiles.compiled import why_not_compiled
 
-__all__ = ["Loop", "compile_at_first_call", "forgo", "is_due", "patience"]
+__all__ = ["Loop", "charge", "compile_at_first_call", "is_due", "seconds_until_due"]
 
 # Seconds of the compiler on one core, about (benchmarks/cold_start.py), which are as many as torch may take.
 _COMPILER = {
     "layout": 0.5, "sort": 3.0, "attend": 6.0, "attend near": 10.0, "differentiate": 4.0, "differentiate near": 6.0,
 }  # fmt: skip
-_MOST_DIMS = 5  # of a `Loop`, which stand for all larger ones
-_spent: dict["Loop", float] = {}  # seconds that torch has computed in place of loops
+_MOST_DIMS = 5  # stands for all larger dimensions of a `Loop`
+# Seconds that torch has spent in place of loops. They are counted per process, as the compiled loops are: compiling
+# pays because of many clouds, each in a kernel of its own.
+_spent: dict["Loop", float] = {}
 
 
 class Loop(NamedTuple):
@@ -43,33 +47,37 @@ class Loop(NamedTuple):
         remember(self._task)
 
 
-def patience(loop: Loop) -> float:
-    """Return for how many more seconds to avoid a loop; 0 if it is compiled or due, inf if it cannot be compiled."""
+def seconds_until_due(loop: Loop) -> float:
+    """Return how long torch may still compute in place of a loop; 0 if it is compiled, inf if it cannot be compiled."""
     if why_not_compiled():
         return torch.inf
     return 0.0 if loop.is_compiled else max(0.0, _COMPILER[loop.name] - _spent.get(loop, 0.0))
 
 
 def is_due(loop: Loop, seconds: float) -> bool:
-    """Return whether to call a loop: it is compiled, or torch would have computed in its place for too long.
+    """Return whether to call a loop, as torch would exceed its time; `charge` the seconds if torch computes instead.
 
     Args:
         loop: The loop.
-        seconds: Estimate of how long torch takes for this call. If the loop is not due, they count as spent.
+        seconds: Estimate of how long torch takes for this call.
     """
-    left = patience(loop)
-    if left == 0.0 or seconds > left:
-        return True
-    forgo(loop, seconds)
-    return False
+    left = seconds_until_due(loop)
+    return left == 0.0 or seconds > left
 
 
-def forgo(loop: Loop, seconds: float) -> None:
+def charge(loop: Loop, seconds: float) -> None:
     """Count seconds that are spent because a loop is not compiled."""
     _spent[loop] = _spent.get(loop, 0.0) + seconds
 
 
-def compile_at_first_call() -> None:
-    """Make all loops due, in this process."""
+@contextmanager
+def compile_at_first_call() -> Iterator[None]:
+    """Make all loops due within the context: for `qattn warm`, and for tests and benchmarks of the loops."""
+    spent = dict(_spent)
     kinds = product(_COMPILER, (torch.float32, torch.float64), range(_MOST_DIMS + 1))
     _spent.update((Loop(*kind), torch.inf) for kind in kinds)
+    try:
+        yield
+    finally:
+        _spent.clear()
+        _spent.update(spent)
