@@ -55,7 +55,8 @@ def main() -> None:
     show(rows)
     if arguments.record:
         date = datetime.now(timezone.utc).date().isoformat()
-        lines = ",\n".join(f"  {json.dumps(row, ensure_ascii=False)}" for row in rows)
+        rounded = [(*row[:2], *(None if x is None else float(f"{x:.3g}") for x in row[2:])) for row in rows]
+        lines = ",\n".join(f"  {json.dumps(row, ensure_ascii=False)}" for row in rounded)
         RECORD.write_text(f'{{\n "date": "{date}",\n "rows": [\n{lines}\n ]\n}}\n', encoding="utf-8")
 
 
