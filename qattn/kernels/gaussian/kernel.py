@@ -31,11 +31,11 @@ class GaussianKernel(PointKernel):
 
     The points are all in this process, or sharded over the ranks of a `torch.distributed` group. In the latter case
     each rank passes the positions, masses, signals and biases of its shard, and gets results at its points. `sinkhorn`,
-    `diffusion` and the layers compute the same as for the entire cloud, gradients included. A shard of the
-    points gets the gradient of the sum of the losses of all ranks. A parameter that all ranks share, such as σ, gets
-    the part of this rank: sum these parts, or average them as DDP does. All ranks
-    must call the same functions in the same order with the same options; options that differ raise an error that names
-    them. Properties and printing do not communicate; methods do.
+    `diffusion` and the layers compute the same as for the entire cloud, gradients included. A shard of the points gets
+    the gradient of the sum of the losses of all ranks. A parameter that all ranks share, such as σ, gets the part of
+    this rank: sum these parts, or average them as DDP does. All ranks must call the same functions in the same order
+    with the same options; options that differ raise an error that names them. Properties and printing do not
+    communicate; methods do.
 
     Args:
         points: Positions x of shape (*batch, N, d). Integers are converted. With `group`, the shard of this rank, whose
