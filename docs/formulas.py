@@ -26,7 +26,7 @@ _TOKEN = re.compile(
 )
 _SUB = r"_(?:\{[^}]*\}|[^\W_]{1,2}(?!\w)|[^\W_](?=\^))"
 _SUP = r"\^(?:\{[^}]*\}|[^\W_](?![\w.]))"
-_INLINE = re.compile(rf"(?<![\w/.^])(?:out|lse|{_LETTER})(?:{_SUB}(?:{_SUP})?|{_SUP})|[)‖]{_SUP}")
+_INLINE = re.compile(rf"(?<![\w/.^])(?:out|lse|{_LETTER})(?:{_SUB}(?:{_SUP})?|{_SUP})|(?:[)‖]|\d+){_SUP}")
 _TEXT = re.compile(
     r"(<(?:pre|code|math|script|style|svg)\b.*?</(?:pre|code|math|script|style|svg)>|<[^>]*>)", re.DOTALL
 )
