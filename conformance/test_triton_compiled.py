@@ -78,7 +78,7 @@ def test_code_does_not_grow_with_channels(capability) -> None:
     ("dims", "channels"), [(4, 16), (4, 40), (6, 20), (8, 16), (9, 16), (12, 16), (16, 16), (3, 255), (8, 255)]
 )
 def test_nothing_spills(capability, dims, channels, held: Held) -> None:
-    """In any dimension, and with any number of channels; derivatives take one more."""
+    """No kernel spills, in any dimension and with any number of channels; derivatives take one channel more."""
     for name in ("sum_blocks", "attend_blocks", "sum_values", "differentiate_blocks"):
         kernel, _ = build(name, capability, dims, channels, listed=True)
         held("triton: all kernels, bytes spilled", f"compiled, sm_{capability}", kernel.stack, 0)

@@ -436,7 +436,7 @@ def test_memory_for_lists_is_bounded(held: Held, monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_first_pass_of_tiles_measures_the_points(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How many pairs are near is known after it. No later one waits for an answer."""
+    """The first pass tells how many pairs are near. No later one waits for an answer."""
     monkeypatch.setattr(tensor_cores, "MANY_PAIRS", 1)
     measured, lifted = Mock(wraps=inputs_of_attention.extent), Mock(wraps=operators.sum_lifted_blocks)
     monkeypatch.setattr(inputs_of_attention, "extent", measured)

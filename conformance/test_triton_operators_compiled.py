@@ -67,7 +67,7 @@ def test_one_graph_holds_the_kernels(function, shapes, expected, held: Held) -> 
 
 
 def test_kernels_are_launched_on_the_gpu_of_their_tensors() -> None:
-    """Which need not be the current one, the first."""
+    """Kernels run on the GPU of their points, which need not be the current one."""
     with (
         pretended(),
         FakeTensorMode(),

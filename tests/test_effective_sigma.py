@@ -103,7 +103,7 @@ def test_points_that_are_alone_are_not_measured():
 
 
 def test_rows_that_reach_across_the_shape_are_not_measured():
-    """With few points, or across a strip in all places, where the coordinates would be relaxed away."""
+    """Few points, and strips narrower than rows, whose coordinates would be relaxed away."""
     few, strip = sphere(12), torch.rand(400, 2, dtype=torch.float64) * torch.tensor([1.0, 0.05], dtype=torch.float64)
     for points, sigma in ((few, 1.2), (strip, 0.1)):
         assert effective_sigma(diffusion(points, sigma, "density"), dims=points.shape[1]) == pytest.approx(sigma)

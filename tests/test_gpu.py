@@ -30,7 +30,7 @@ def _takes_triton():
 
 @pytest.mark.parametrize("backend", PROMISED)
 def test_promised_backends_are_there(backend, request):
-    """Elsewhere a backend that does not take some inputs is skipped; one that is missing altogether fails here."""
+    """A backend that is missing altogether fails here; other tests skip those that do not take some inputs."""
     if backend == "triton":
         request.getfixturevalue("_takes_triton")
     assert BACKENDS[backend].not_supported_reasons(standard_problem(100, torch.float32, "cuda")) == []

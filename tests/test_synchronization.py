@@ -63,7 +63,7 @@ def kernel_and_mass(is_padded):
 
 @pytest.mark.parametrize("is_padded", [False, True])
 def test_a_sinkhorn_pass_reads_once_with_points_without_mass_too(is_padded):
-    """Their rows are computed apart if they are far away, which only the last pass asks."""
+    """Only the last pass asks whether points without mass are far away, whose rows are computed apart."""
 
     def reads(max_iter):
         kernel, mass = kernel_and_mass(is_padded)
@@ -76,7 +76,7 @@ def test_a_sinkhorn_pass_reads_once_with_points_without_mass_too(is_padded):
 
 @pytest.mark.parametrize("is_padded", [False, True])
 def test_a_step_of_the_adjoint_reads_its_residual_alone(is_padded, monkeypatch):
-    """On a CPU, each product also asks whether any point is absent, to save a copy of the values."""
+    """Each product on a CPU also asks whether any point is absent, to save a copy of the values."""
     kernel, mass = kernel_and_mass(is_padded)
     products, attend = [], GaussianKernel.attend
     monkeypatch.setattr(

@@ -64,7 +64,7 @@ import torch, qattn
 reason = sys.argv[-1]
 points = torch.rand(5000, 3)
 kernel = qattn.GaussianKernel(points, 0.3)
-assert reason in str(kernel), str(kernel)
+assert reason in str(*kernel.choices()), kernel.choices()
 assert kernel.method != "fourier"
 lse = -(torch.cdist(points[:9].double(), points.double()) ** 2) / (2 * 0.3**2)
 torch.testing.assert_close(kernel.attend(torch.zeros(5000)).lse[:9].double(), lse.logsumexp(1), rtol=0, atol=1e-3)
@@ -146,7 +146,7 @@ def test_export_is_told_from_a_plain_call(monkeypatch):
 
 
 def test_the_matrix_finds_the_python_that_runs_it(monkeypatch):
-    """Which has no name with its version on Windows."""
+    """Python on Windows has no name with its version."""
     monkeypatch.setenv("PATH", "")
     assert matrix.interpreter(f"{sys.version_info.major}.{sys.version_info.minor}") == sys.executable
 

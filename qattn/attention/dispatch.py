@@ -52,15 +52,15 @@ def select(inputs: Inputs, name: str) -> Backend:
         raise ValueError(f'`backend` should be "auto" or one of {", ".join(BACKENDS)}; got {name!r}.')
     candidates = _order(inputs) if name == "auto" else (name,)
     for candidate in candidates:
-        if not reasons_against(candidate, inputs, is_asked_for=name != "auto"):
+        if not reasons_against(candidate, inputs, warns=name == "auto"):
             return _UNTIL_COMPILED if name == "auto" and candidate == "native" else BACKENDS[candidate]
     raise NotImplementedError(_message(inputs, name))
 
 
-def reasons_against(name: str, inputs: Inputs, is_asked_for: bool = False) -> list[str]:
-    """Return the reasons of a backend against inputs. Warn once, unless it is asked for, if it is only missing."""
+def reasons_against(name: str, inputs: Inputs, *, warns: bool = False) -> list[str]:
+    """Return the reasons of a backend against inputs. With `warns`, a warning says once if it is only missing."""
     reasons = BACKENDS[name].not_supported_reasons(inputs)
-    if not is_asked_for and reasons == [_why_missing(name)]:
+    if warns and reasons == [_why_missing(name)]:
         _warn_of_slowness(_SLOWER[name].format(*reasons))
     return reasons
 

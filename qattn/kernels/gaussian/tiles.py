@@ -75,7 +75,7 @@ class Tiles(Engine, Fused):
             return self._backend
         if inputs.device.type == "cpu":
             return "native"
-        return "flex" if reasons_against("triton", inputs) else "triton"
+        return "flex" if reasons_against("triton", inputs, warns=True) else "triton"
 
     def not_supported_reasons(self, inputs: Inputs) -> list[str]:
         reasons = []
