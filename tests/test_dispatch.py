@@ -89,7 +89,7 @@ def test_auto_on_a_gpu_without_triton(gpu):
 
 @pytest.mark.usefixtures("_flex_everywhere")
 def test_one_warning_says_that_triton_is_missing(gpu):
-    """One warning for all pairs and for near tiles; none where the GPU would be refused, or another backend is asked for."""
+    """One warning for all pairs and near tiles; none where the GPU would be refused or another backend is asked for."""
     cloud = SortedCloud(torch.zeros(1, 64, 3, device="cpu"), torch.zeros(1, 64, dtype=torch.int64))
     message = "slower, or less exact, without kernels of our own: triton is not installed"
     for find in (lambda given: select(given, "auto").name, Tiles(cloud, cloud).not_supported_reasons):
