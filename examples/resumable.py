@@ -1,7 +1,7 @@
 """Training that can be interrupted: schedules by number of steps or by time, and checkpoints, never half a file.
 
 Time is that of the processor, summed over threads: what else the machine does meanwhile does not count, so that two
-networks that train for as long do as much work.
+networks that train for as long do as much work. That of the clock on the wall is recorded beside it.
 """
 
 import math
@@ -60,14 +60,15 @@ class Resumable(ABC):
         names: Names of the losses, whose sum is minimized.
         seed: Seed of `generator`, of which all random choices are.
         path: File of the checkpoint. If it exists, training goes on from there.
+        settings: Numbers and names that the training depends on, which have to be those of the checkpoint.
     """
 
     record_every = 25  # steps between two points of the curve of losses
 
-    def __init__(self, network, optimizer, schedule, names, seed, path):
+    def __init__(self, network, optimizer, schedule, names, seed, path, settings=None):
         self.network, self.optimizer, self.schedule, self.names, self.path = network, optimizer, schedule, names, path
-        self.generator = torch.Generator().manual_seed(seed)
-        self.step, self.seconds, self.curve, self.clock = 0, 0.0, [], Clock()
+        self.generator, self.settings = torch.Generator().manual_seed(seed), settings or {}
+        self.step, self.seconds, self.wall, self.curve, self.clock = 0, 0.0, 0.0, [], Clock()
         self._recent = torch.zeros(len(names))
         if path.exists():
             self._restore(torch.load(path, weights_only=True))
@@ -88,9 +89,10 @@ class Resumable(ABC):
         done = budget.spent(self.step, self.seconds)
         with tqdm(total=1.0, initial=done, desc="training", disable=None, bar_format=BAR) as bar:
             while done < 1:
-                start = time.process_time()
+                start, on_wall = time.process_time(), time.perf_counter()
                 self._advance(self.schedule(done))
                 self.seconds += time.process_time() - start
+                self.wall += time.perf_counter() - on_wall
                 now = budget.spent(self.step, self.seconds)
                 bar.update(now - done)
                 done = now
@@ -121,7 +123,8 @@ class Resumable(ABC):
         self._recent = losses if self.step == 1 else torch.lerp(self._recent, losses, max(0.04, 1 / self.step))
 
     def record(self):
-        self.curve.append({"step": self.step, "seconds": round(self.seconds, 1), "losses": self._recent.tolist()})
+        spent = {"seconds": round(self.seconds, 1), "wall seconds": round(self.wall, 1)}
+        self.curve.append({"step": self.step, **spent, "losses": self._recent.tolist()})
 
     def save(self):
         """Write the checkpoint: network, optimizer, random states, and what was spent; never half a file."""
@@ -132,6 +135,8 @@ class Resumable(ABC):
             "torch": torch.get_rng_state(),
             "step": self.step,
             "seconds": self.seconds,
+            "wall": self.wall,
+            "settings": self.settings,
             "curve": self.curve,
             "recent": self._recent,
             "parts": dict(self.clock.seconds),
@@ -141,10 +146,15 @@ class Resumable(ABC):
         unfinished.replace(self.path)
 
     def _restore(self, state):
+        then, now = state["settings"], self.settings
+        differing = [name for name in {**then, **now} if then.get(name) != now.get(name)]
+        if differing:
+            was = ", ".join(f"{name} was {then.get(name)}, not {now.get(name)}" for name in differing)
+            raise SystemExit(f"{self.path} is of another training: {was}. Take its settings, or another folder.")
         self.network.load_state_dict(state["network"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.generator.set_state(state["generator"])
         torch.set_rng_state(state["torch"])
-        self.step, self.seconds, self.curve = state["step"], state["seconds"], state["curve"]
+        self.step, self.seconds, self.wall, self.curve = (state[name] for name in ("step", "seconds", "wall", "curve"))
         self._recent = state["recent"]
         self.clock.seconds.update(state["parts"])

@@ -4,13 +4,14 @@ that goes on where it was."""
 import importlib
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 import qattn
-from qattn.maps import fit_functional_map
+from qattn.maps import fit_functional_map, functional_map, point_map, zoomout
 
 FOLDER = Path(qattn.__file__).parent.parent / "examples"
 
@@ -117,9 +118,28 @@ def test_common_numbering_is_not_given_away(module, sphere, tmp_path):
     one, other = shapes.test
     assert len(one.points) == 200
     assert len(np.intersect1d(one.nearest_vertex, other.nearest_vertex)) < 150
-    np.testing.assert_array_equal(one.truth, other.truth)
-    gaps = np.linalg.norm(vertices[one.nearest_vertex[one.places]] - vertices[one.truth], axis=1)
-    assert gaps.max() < 0.4  # the nearest point of the sample, not any
+    np.testing.assert_array_equal(one.exact, other.exact)
+    np.testing.assert_array_equal(one.truth, one.nearest_vertex[one.places])  # so that a map can be perfect
+    gaps = np.linalg.norm(one.vertices[one.truth] - one.vertices[one.exact], axis=1)
+    assert 0 < gaps.max() < 0.4  # the nearest point of the sample, not any
+    np.testing.assert_array_equal(data.resampled(one, 100, 0).truth, one.exact)
+
+
+@pytest.mark.parametrize("name", ["scape", "faust"])
+def test_registered_scape_is_turned_to_stand(module, tmp_path, name):
+    """Its height is along x, and it looks along −y."""
+    data = module("data")
+    box = qattn.shapes.sphere_mesh(2)
+    vertices, faces = box[0].double().numpy() * [3.0, 0.5, 1.0], box[1].numpy()
+    np.savez(tmp_path / "s.npz", names=["a", "b", "c"], vertices=np.stack(3 * [vertices]), faces=np.stack(3 * [faces]))
+    data.TRAINING[name] = 1
+    for shape in data.load(name, tmp_path / "s.npz").train:
+        up, ahead = ([0, 1, 0], [0, 0, 1]) if name == "scape" else ([1, 0, 0], [0, -1, 0])
+        np.testing.assert_allclose(shape.vertices @ np.transpose([up, ahead]), vertices @ [[1, 0], [0, -1], [0, 0]])
+        volumes = [np.linalg.det(x[faces]).sum() for x in (shape.vertices, vertices)]
+        np.testing.assert_allclose(*volumes)  # no mirror image
+        in_order = shape.vertices[shape.nearest_vertex]
+        np.testing.assert_allclose(shape.points, data.normalized(in_order), atol=1e-12)
 
 
 def test_errors_of_truth_and_mirror(module, sphere, tmp_path):
@@ -130,16 +150,75 @@ def test_errors_of_truth_and_mirror(module, sphere, tmp_path):
     places = np.arange(0, len(vertices), 7)
     shape = data.meshed("a", vertices, faces, places, reflected[places])
     ruler = evaluation.Ruler(shape, spectra.Cache(tmp_path))
-    same, mirror = np.arange(len(vertices)), reflected
-    assert ruler.errors(shape, same)[0].max() == 0
-    errors, up_to_mirror = ruler.errors(shape, mirror)
+    assert ruler.errors(places)[0].max() == 0
+    errors, up_to_mirror = ruler.errors(reflected[places])
     assert errors.max() > 50
     assert up_to_mirror.max() == 0
     # On a round sphere the distance of opposite points is π r, over √(4π) r.
     ball = data.meshed("b", vertices / [1.0, 1.3, 0.8], faces, places)
     antipode = np.abs(-ball.vertices[:, None] - ball.vertices[None]).sum(-1).argmin(1)
-    error = evaluation.Ruler(ball, spectra.Cache(tmp_path)).errors(ball, antipode)[0]
+    error = evaluation.Ruler(ball, spectra.Cache(tmp_path)).errors(antipode[places])[0]
     np.testing.assert_allclose(error, 100 * np.pi / np.sqrt(4 * np.pi), rtol=0.03)
+
+
+def test_distances_where_fans_of_faces_meet(module, tmp_path):
+    """A strip that is bent to a cylinder, and joined at one vertex alone: distances are those along the strip."""
+    pytest.importorskip("potpourri3d")
+    data, spectra = module("data"), module("spectra")
+    x, z = (grid.ravel() for grid in np.meshgrid(np.linspace(0, 2 * np.pi, 65), np.linspace(0, 0.8, 9), indexing="ij"))
+    vertices = np.stack([np.cos(x), np.sin(x), z], 1)
+    corner = (9 * np.arange(64)[:, None] + np.arange(8)).ravel()
+    faces = np.concatenate([corner[:, None] + quad for quad in ([0, 9, 10], [0, 10, 1])])
+    owner, same = spectra.unpinched(faces)
+    np.testing.assert_array_equal(owner[same], faces)
+    assert len(owner) == len(vertices)  # nothing to copy
+    first, last = 4, 9 * 64 + 4  # in the middle of both ends
+    pinched = np.where(faces == last, first, faces)
+    owner, split = spectra.unpinched(pinched)
+    np.testing.assert_array_equal(owner[split], pinched)
+    np.testing.assert_array_equal(np.flatnonzero(np.bincount(owner) != 1), [first, last])  # the latter is used no more
+    kept = np.delete(np.arange(len(vertices)), last)
+    rank = np.searchsorted(kept, np.arange(len(vertices)))
+    shape = data.meshed("a", vertices[kept], rank[pinched], np.array([first, 9 * 16]))
+    _, (from_pinch, from_side) = spectra.geodesics(shape, spectra.Cache(tmp_path))
+    x, z = x[kept], z[kept]
+    expected = np.hypot(np.minimum(x, 2 * np.pi - x), z - 0.4)
+    np.testing.assert_allclose(from_pinch * shape.area**0.5, expected, rtol=0.03, atol=0.06)
+    expected = np.hypot(x - np.pi / 2, z)
+    expected[first] = np.hypot(np.pi / 2, 0.4)
+    np.testing.assert_allclose(from_side * shape.area**0.5, expected, rtol=0.03, atol=0.06)
+
+
+def test_point_maps_are_those_of_the_library(module):
+    """At places alone, by least squares, which for orthonormal vectors is the projection."""
+    evaluation, samples, k = module("evaluation"), module("samples"), 40
+    source, target = spectrum_of(90, k, 0), spectrum_of(80, k, 1)
+    generator = torch.Generator().manual_seed(2)
+    features = [torch.nn.functional.normalize(torch.randn(n, 9, generator=generator).double()) for n in (90, 80)]
+    places = np.array([3, 70, 3, 11])
+    shapes = [SimpleNamespace(spectrum=each, shape=SimpleNamespace(places=places)) for each in (source, target)]
+    projection = samples.least_squares(target.vectors, target.mass).double()
+    torch.testing.assert_close(projection, target.vectors.T * target.mass, rtol=0, atol=1e-6)
+    maps = evaluation.point_maps(*shapes, features, projection, True)
+    near = (features[1] @ features[0].T).argmax(1)
+    C = functional_map(source, target, near)
+    refined = zoomout(source, target, near, start=20, stop=k, step=20)[1]
+    expected = near, point_map(source, target, C), refined
+    for found, index in zip(maps.values(), expected, strict=True):
+        assert torch.equal(found, index[places])
+
+
+def test_normals_are_outward_where_sheets_touch(module, sphere):
+    """An arm touches a body, where `qattn.normals` has the wrong signs at a quarter of the points."""
+    spectra, (vertices, faces) = module("spectra"), sphere
+    points, expected = [], []
+    for count, radii, middle in ((1500, [1.0, 2.6, 0.8], 0), (500, [0.2, 1.3, 0.3], [1.2, 0, 0])):
+        drawn, _ = qattn.sampling.on_surface((vertices / [1.0, 1.3, 0.8] * radii, faces), count, 0)
+        points.append(drawn + middle)
+        expected.append(drawn / np.square(radii))
+    found = spectra.outward(np.concatenate(points))
+    np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1)
+    assert ((found * np.concatenate(expected)).sum(1) < 0).mean() < 0.04
 
 
 def test_frames_are_oriented_and_projections_exact(module, sphere, tmp_path):
@@ -178,8 +257,6 @@ def test_features_do_not_depend_on_rotations_unless_coordinates_are_given(module
             as_it_is, turned = (network(samples.batched(2 * [sample], 8, rotations)) for rotations in (None, R))
         size = float(as_it_is.abs().max())
         assert torch.allclose(as_it_is, turned, rtol=0, atol=1e-3 * size) == is_invariant
-        means = (sample.mass[:, None] * as_it_is).sum(1) / sample.mass.sum()
-        assert means.abs().max() < 1e-5 * size  # features are centered
 
 
 def test_other_samples_of_a_surface(module, sphere):
@@ -198,6 +275,27 @@ def test_other_samples_of_a_surface(module, sphere):
     assert spectra.spacing(uneven.points) > 1.2 * spectra.spacing(even.points)
 
 
+def test_coordinates_are_augmented(module):
+    samples = module("samples")
+    points = torch.tensor([[1.0, 2.0, 3.0], [-1.0, -2.0, -3.0]]).repeat(1, 500, 1).expand(4, -1, -1)
+    found = samples.augmented(points, torch.Generator().manual_seed(0)) / points  # (4, 1000, 3)
+    assert (found - 1).abs().max() < 0.1 + 0.05
+    centers = found.mean(1)  # one factor for each cloud and axis
+    assert centers.std() > 0.03
+    np.testing.assert_allclose((found - centers[:, None]).std((0, 1)) * torch.tensor([1.0, 2.0, 3.0]), 0.01, rtol=0.05)
+
+
+def test_rows_are_kept_if_their_settings_are_the_same(module, tmp_path):
+    import matching
+
+    record = matching.Record(tmp_path / "r.json")
+    record.row("q", {"steps": 3, "shapes": {"faust": 80}})["seconds"] = 1.5
+    record.save()
+    again = matching.Record(tmp_path / "r.json")
+    assert again.row("q", {"steps": 3, "shapes": {"faust": 80}})["seconds"] == 1.5
+    assert "seconds" not in again.row("q", {"steps": 4, "shapes": {"faust": 80}})
+
+
 @pytest.mark.slow
 def test_training_goes_on_where_it_was(module, tmp_path):
     """Every parameter, the curve and the next random numbers are those of a training that was not interrupted."""
@@ -207,10 +305,11 @@ def test_training_goes_on_where_it_was(module, tmp_path):
     shapes = data.generated(2, 0, 150).train
     prepared = [samples.prepared(shape, "qfm", 12, False, cache) for shape in shapes]
 
-    def start(path):
+    def start(path, variant="qfm"):
         torch.manual_seed(0)
         network = networks.QNetwork(prepared[0].inputs.shape[1], "tiny")
-        return training.Training(network, samples.Sampler([prepared], 100, 10, 2, "any"), 1e-3, 2, 0, path)
+        sampler = samples.Sampler([prepared], 100, 10, "any")
+        return training.Training(network, sampler, 1e-3, 2, 0, path, {"variant": variant})
 
     whole = start(tmp_path / "whole.pt")
     before = whole.network.network.first.weight.detach().clone()
@@ -230,8 +329,11 @@ def test_training_goes_on_where_it_was(module, tmp_path):
     first.record_every = 1
     with pytest.raises(InterruptedError):
         first.run(training.Budget(steps=4), 0.0, interrupt(3))  # the checkpoint is that of step 2
+    with pytest.raises(SystemExit, match="variant was qfm, not mesh"):
+        start(tmp_path / "part.pt", "mesh")
     second = start(tmp_path / "part.pt")
     assert second.step == 2
+    assert 0 < second.wall < 60
     second.run(training.Budget(steps=4), 1e9)
     assert second.step == whole.step == 4
     for name, parameter in whole.network.state_dict().items():

@@ -7,7 +7,8 @@ maps, and losses ask that these be orthogonal, inverse to one another, and those
 No correspondence is given. Variants differ in the spectra that maps are fitted for, and in what the network is given:
 
 - mesh: spectra of the mesh, wave kernel signatures of it;
-- qfm: spectra of Q on the points, signatures of these: there is no mesh anywhere;
+- qfm-mesh-wks: spectra of Q on the points, signatures of the mesh, as published under the name Q-FM;
+- qfm: spectra of Q, signatures of these: there is no mesh anywhere;
 - xyz: spectra of Q, coordinates.
 
 Rows of the table are networks: "q" is Q-DiffNet; "spectral" is DiffusionNet on eigenvectors of `robust_laplacian` of
@@ -38,8 +39,13 @@ from matching_training import Budget, Training
 from qattn.pictures import camera_view, facing_normals, figure, scatter
 
 ROWS = "q", "spectral", "spectral, same time"
-PAPER = {  # mean errors on FAUST and SCAPE, of Q-DiffNet
+OF_TRAINING = "variant", "preset", "points", "k", "k_test", "pairs", "rate", "seed", "rotation", "augment"
+OF_TESTS = "refine", "watch"
+OTHERS = 6  # test shapes of which other samples are tested
+WATCHED = 250  # steps between errors on training shapes
+PAPER = {  # mean errors on FAUST and SCAPE, of Q-DiffNet. It has no row without a mesh and with signatures
     "mesh": {"faust": 2.1, "scape": 2.4},
+    "qfm-mesh-wks": {"faust": 2.5, "scape": 3.1},
     "qfm": {"faust": 2.5, "scape": 3.1},
     "xyz": {"faust": 6.9, "scape": 6.6},
 }
@@ -68,59 +74,61 @@ def budget_of(row, rows, options):
     return Budget(steps=options.steps)
 
 
-class Watch:
-    """Errors on some of the training shapes while training goes on, at most every `save_every` seconds."""
+def watch(shapes, cache, options):
+    """A function that adds errors on some of the training shapes, by data set, to the curve of a training."""
 
-    def __init__(self, shapes, cache, options):
-        self.shapes, self.cache, self.options, self._last = shapes, cache, options, time.perf_counter()
+    def measured(training):
+        if shapes and training.step % WATCHED == 0:
+            found = errors_of(features_of(training.network, shapes, options), shapes, cache)
+            training.curve[-1]["errors on training shapes"] = {
+                name: {kind: each["error"] for kind, each in kinds.items()} for name, kinds in found.items()
+            }
 
-    def __call__(self, training):
-        if len(self.shapes) > 1 and time.perf_counter() - self._last > self.options.save_every:
-            features = [unit_features(training.network, shape, self.options.k) for shape in self.shapes]
-            found = evaluate(self.shapes, features, self.cache)[FEATURES]
-            training.curve[-1]["error on training shapes"] = found["error"]
-            self._last = time.perf_counter()
-
-
-def tested(network, sets, cache, options):
-    """Errors of a network on the test shapes of all data sets, and pairs of the first for the picture."""
-    results, pairs = {}, None
-    for name, shapes in sets.items():
-        features = [unit_features(network, shape, options.k) for shape in shapes]
-        results[name] = evaluate(shapes, features, cache, options.refine)
-        pairs = pairs or first_pairs(shapes, features, 10)
-    return results, pairs
+    return measured
 
 
-def tested_on_other_samples(network, sets, cache, options):
-    """Errors on test shapes with other numbers of points, drawn evenly and unevenly, by data set and sampling."""
+def features_of(network, sets, options):
+    return {name: [unit_features(network, shape, options.k) for shape in shapes] for name, shapes in sets.items()}
+
+
+def errors_of(features, sets, cache, is_refined=False):
+    """Errors on shapes with features, by data set."""
+    return {name: evaluate(shapes, features[name], cache, is_refined) for name, shapes in sets.items()}
+
+
+def errors_on_other_samples(network, sets, cache, options):
+    """Errors on some test shapes with other numbers of points, drawn evenly and unevenly, by data set and sampling."""
     results = {}
-    for each in sets:
-        for count in options.resample:
-            for kind in ("even", "uneven"):
-                others = [resampled(s, count, seed, kind == "uneven") for seed, s in enumerate(each.test)]
-                shapes = [prepared(s, options.variant, options.k_test, options.has_peer, cache) for s in others]
-                features = [unit_features(network, shape, options.k) for shape in shapes]
-                results.setdefault(each.name, {})[f"{count} points, {kind}"] = evaluate(shapes, features, cache)
+    for count in options.resample:
+        for kind in ("even", "uneven"):
+            others = {
+                each.name: [
+                    prepared(resampled(s, count, seed, kind == "uneven"), options.variant, options.k_test, False, cache)
+                    for seed, s in enumerate(each.test[:OTHERS])
+                ]
+                for each in sets
+            }
+            for name, found in errors_of(features_of(network, others, options), others, cache).items():
+                results.setdefault(name, {})[f"{count} points, {kind}"] = found
     return results
 
 
-def tuned(network, shapes, rate, options):
+def tuned(network, shapes, options):
     """The network after some more steps on the test shapes, without labels."""
-    sampler = Sampler(list(shapes.values()), options.points, options.k, options.pool, options.rotation)
+    sampler = sampler_of(list(shapes.values()), options)
     path = Path(options.output) / "tuned.pt"
     path.unlink(missing_ok=True)
-    training = Training(network, sampler, rate, options.pairs, options.seed + 1, path)
+    training = Training(network, sampler, options.rate / 10, options.pairs, options.seed + 1, path)
     training.run(Budget(steps=options.tune), options.save_every)
     path.unlink()
     return network
 
 
-def draw(results, pairs, path):
-    """Colors carried over from sources to targets on ten pairs, and curves of errors."""
+def draw_pairs(pairs, path):
+    """Colors carried over from sources to targets on ten pairs."""
     columns = max(len(pairs), 2)
-    picture = figure(1.9 * columns + 4, 6.5)
-    grid = picture.add_gridspec(2, columns + 2)
+    picture = figure(1.9 * columns, 6.5)
+    grid = picture.add_gridspec(2, columns)
     for column, (source, target, index) in enumerate(pairs):
         low, high = source.points.amin(0), source.points.amax(0)
         colors = 0.1 + 0.85 * (source.points - low) / (high - low)
@@ -128,30 +136,82 @@ def draw(results, pairs, path):
             view, _ = camera_view(shape.points, shape.points)
             axis = picture.add_subplot(grid[row, column])
             scatter(axis, view, facing_normals(view), of_points, 20_000 / len(view), title=shape.shape.name)
-    for row, name in enumerate(list(next(iter(results.values())))[:2]):
-        axis = picture.add_subplot(grid[row, -2:])
-        for network, of_sets in results.items():
+    picture.savefig(path, dpi=80)
+
+
+def draw_curves(rows, path):
+    """Curves of errors, by data set."""
+    names = list(next(iter(rows.values()))["errors"])
+    picture = figure(5 * len(names), 4)
+    for axis, name in zip(picture.subplots(1, len(names), squeeze=False)[0], names, strict=True):
+        for network, row in rows.items():
             for kind, style in ((FEATURES, "-"), (SPECTRAL, ":")):
-                found = of_sets[name][kind]
+                found = row["errors"][name][kind]
                 axis.plot(THRESHOLDS, found["percent below"], style, label=f"{network}, {kind}: {found['error']:.1f}")
         axis.set(xlabel="geodesic error × 100", ylabel="% of points below", title=name, xlim=(0, 25), ylim=(0, 100))
         axis.legend(frameon=False, fontsize=7, loc="lower right")
     picture.savefig(path, dpi=80)
 
 
-def settings(options):
-    """Options that a result depends on."""
-    elsewhere = (
-        "data",
-        "cache",
-        "output",
-        "save_every",
-        "profile",
-        "quick",
-        "generated",
-    )  # paths, and what changes nothing
-    chosen = {name: value for name, value in vars(options).items() if name not in elsewhere}
-    return chosen | {"machine": f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"}
+def sampler_of(train, options):
+    return Sampler(train, options.points, options.k, options.rotation, options.augment)
+
+
+def settings(names, options, **others):
+    """Options of some names, and other settings, as JSON has them."""
+    return {name: getattr(options, name) for name in names} | others
+
+
+def stem(options):
+    """What files of a run are called."""
+    return f"{options.variant}-{options.preset}-seed{options.seed}"
+
+
+class Record:
+    """Results in a file, of which rows that were made with the same settings are kept."""
+
+    def __init__(self, path):
+        self.path = path
+        self.rows = json.loads(path.read_text())["rows"] if path.exists() else {}
+
+    def row(self, name, now):
+        """What is known of a row with these settings; what was found with others is dropped."""
+        if self.rows.get(name, {}).get("settings") != now:
+            self.rows[name] = {"settings": now}
+        return self.rows[name]
+
+    def save(self):
+        machine = f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+        self.path.write_text(json.dumps({"machine": machine, "rows": self.rows}, indent=1))
+
+
+def run(row, network, sampler, sets, watched, test, record, cache, options):
+    """Train and test a network, as far as that was not done before."""
+    output, known = Path(options.output), settings(OF_TRAINING, options, shapes={s.name: len(s.train) for s in sets})
+    path = output / f"{stem(options)}-{row.replace(', ', '-').replace(' ', '-')}.pt"
+    training = Training(network, sampler, options.rate, options.pairs, options.seed, path, known)
+    training.run(budget_of(row, record.rows, options), options.save_every, watch(watched, cache, options))
+    found = record.row(row, known | {"steps": training.step} | settings(OF_TESTS, options))
+    if "errors" not in found:
+        found |= {"seconds": round(training.seconds, 1), "wall seconds": round(training.wall, 1)}
+        found["seconds of a step"] = {part: s / training.step for part, s in training.clock.seconds.items()}
+        found["curve"] = training.curve
+        features = features_of(network, test, options)
+        found["errors"] = errors_of(features, test, cache, options.refine)
+        first = sets[0].name
+        draw_pairs(first_pairs(test[first], features[first], 10), output / f"{path.stem}.png")
+        record.save()
+    spent = f"{training.step} steps, {found['seconds']:.0f} s, {found['wall seconds']:.0f} s on the wall"
+    for name, kinds in found["errors"].items():
+        errors = ", ".join(f"{kind} {each['error']:.2f}" for kind, each in kinds.items())
+        print(f"{options.variant}, {row}, {name}: {errors} after {spent}", flush=True)
+    if row == "q" and options.resample and "other samples" not in found:
+        found["other samples"] = errors_on_other_samples(network, sets, cache, options)
+        record.save()
+    if options.tune and "tuned on test shapes" not in found:
+        features = features_of(tuned(network, test, options), test, options)
+        found["tuned on test shapes"] = errors_of(features, test, cache, options.refine)
+        record.save()
 
 
 def main():
@@ -167,8 +227,8 @@ def main():
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--rate", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--pool", type=int, default=4, help="samples of a shape that training draws from")
     parser.add_argument("--rotation", choices=("none", "vertical", "any"), default="none", help="of samples, at random")
+    parser.add_argument("--augment", action="store_true", help="stretch coordinates and add noise, for xyz")
     parser.add_argument("--hold-out", type=int, default=0, help="training shapes to test on, to choose settings by")
     parser.add_argument("--watch", type=int, default=0, help="training shapes to measure errors on while training")
     parser.add_argument("--tune", type=int, default=0, help="steps on test shapes, reported apart")
@@ -179,11 +239,13 @@ def main():
     parser.add_argument("--output", default=".", help="folder of checkpoints, results and picture")
     parser.add_argument("--save-every", type=float, default=180.0, help="seconds between checkpoints")
     parser.add_argument("--generated", type=int, default=4, help="creatures to train with, if no data are given")
-    quick = {"points": 200, "k": 16, "k_test": 32, "steps": 6, "preset": "tiny", "pool": 1, "variant": "qfm", "tune": 2}
+    quick = {"points": 200, "k": 16, "k_test": 32, "steps": 6, "preset": "tiny", "variant": "qfm", "tune": 2}
     options = parsed(parser, **quick, resample=[250], watch=2, save_every=0.0)
     options.has_peer = any(row.startswith("spectral") for row in options.rows)
     if "spectral, same time" in options.rows and "q" not in options.rows:
         parser.error("`spectral, same time` needs the row `q`, whose seconds it takes.")
+    if options.augment and options.variant != "xyz":
+        parser.error("`--augment` is for coordinates, of the variant xyz.")
     output = Path(options.output)
     output.mkdir(parents=True, exist_ok=True)
 
@@ -191,47 +253,27 @@ def main():
     sets = data_sets(options)
     arguments = options.variant, options.k_test, options.has_peer, cache
     train = [all_prepared(each.train, *arguments, f"{each.name}, training") for each in sets]
-    sampler = Sampler(train, options.points, options.k, options.pool, options.rotation)
+    sampler = sampler_of(train, options)
     in_channels = train[0][0].inputs.shape[1]
     print(f"{time.perf_counter() - start:.0f} s for spectra of {sum(map(len, train))} shapes to train with", flush=True)
     if options.profile:
         seconds = {row: profile(network_of(row, in_channels, options), sampler, options) for row in ("q", "spectral")}
-        (output / "profile.json").write_text(json.dumps({"settings": settings(options), "seconds": seconds}, indent=1))
+        record = {"settings": settings(OF_TRAINING, options, threads=torch.get_num_threads()), "seconds": seconds}
+        (output / f"{stem(options)}-profile.json").write_text(json.dumps(record, indent=1))
         return
     test = {each.name: all_prepared(each.test, *arguments, f"{each.name}, test") for each in sets}
-
-    rows, picture = {}, None
-    for row in options.rows:
+    watched = {}
+    if options.watch > 1:
+        watched = {each.name: shapes[: options.watch] for each, shapes in zip(sets, train, strict=True)}
+    record = Record(output / f"{stem(options)}.json")
+    for row in [row for row in ROWS if row in options.rows]:
         network = network_of(row, in_channels, options)
-        path = output / f"{row.replace(', ', '-').replace(' ', '-')}.pt"
-        training = Training(network, sampler, options.rate, options.pairs, options.seed, path)
-        watch = Watch(train[0][: options.watch], cache, options)
-        training.run(budget_of(row, rows, options), options.save_every, watch)
-        errors, pairs = tested(network, test, cache, options)
-        picture = picture or pairs
-        rows[row] = {
-            "steps": training.step,
-            "seconds": round(training.seconds, 1),
-            "seconds of a step": {part: s / training.step for part, s in training.clock.seconds.items()},
-            "curve": training.curve,
-            "errors": errors,
-        }
-        for name, kinds in errors.items():
-            found = ", ".join(f"{kind} {each['error']:.2f}" for kind, each in kinds.items())
-            spent = f"{training.step} steps, {training.seconds:.0f} s"
-            print(f"{options.variant}, {row}, {name}: {found} after {spent}", flush=True)
-        if options.resample:
-            rows[row]["other samples"] = tested_on_other_samples(network, sets, cache, options)
-        if options.tune:
-            rate = options.rate / 10
-            rows[row]["tuned on test shapes"] = tested(tuned(network, test, rate, options), test, cache, options)[0]
-        record = {"settings": settings(options), "rows": rows}
-        (output / f"matching-{options.variant}.json").write_text(json.dumps(record, indent=1))
-    draw({row: found["errors"] for row, found in rows.items()}, picture, output / "matching.png")
-    print(f"\n{time.perf_counter() - start:.0f} s; wrote matching.png and matching-{options.variant}.json")
-    if options.data and not options.hold_out and "q" in rows:
+        run(row, network, sampler, sets, watched, test, record, cache, options)
+    draw_curves(record.rows, output / "matching.png")
+    print(f"\n{time.perf_counter() - start:.0f} s; wrote matching.png and {stem(options)}.json")
+    if options.data and not options.hold_out and "q" in record.rows:
         claims = []
-        for name, kinds in rows["q"]["errors"].items():
+        for name, kinds in record.rows["q"]["errors"].items():
             if name in PAPER[options.variant]:
                 goal, found = PAPER[options.variant][name], kinds[SPECTRAL]["error"]
                 claims.append((f"{options.variant}, {name}: {goal}", f"{found:.2f}", found <= goal))

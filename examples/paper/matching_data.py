@@ -5,6 +5,10 @@ of the places that all shapes have; `<name>.sym.vts` has their mirror images. Th
 folder without them has meshes that number their vertices alike, as SCAPE, and so has an .npz file with `vertices`
 (S, V, 3) and `faces` (S, F, 3): each shape is then sampled by itself, so that no sampling gives the answer away. Other
 .npz files have `names`, and for each of them `<name>.v`, `.f`, `.vts` and maybe `.sym.vts`, from 0.
+
+What a map should find at a place is a point of the shape, as in the remeshed data sets: for shapes that are sampled
+here, the point nearest to the vertex there. A map can then be perfect. Errors of samples that are drawn anew are
+measured from the vertex itself, so that few points cost what they cost.
 """
 
 from dataclasses import dataclass, replace
@@ -21,8 +25,9 @@ from qattn.shapes import posed
 
 TRAINING = {"faust": 80, "scape": 51}  # the first shapes; the others test. SMAL comes with a split
 VERTICES = 5000  # of a shape that shares its numbering with others, as the remeshed ones have
-PLACES = 5000  # of these, at which errors are measured
+PLACES = 1000  # at which errors are measured, drawn at random, the same of all shapes
 NEIGHBORS = 12  # that area is measured with
+UPRIGHT = np.array([[0.0, 0, -1], [1, 0, 0], [0, -1, 0]])  # turns SCAPE, up x and facing −y, to up y and facing z
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,8 @@ class Shape:
     faces: np.ndarray  # (F, 3)
     nearest_vertex: np.ndarray  # (n,), the vertex that each point is, or is nearest to
     places: np.ndarray  # (K,), the point at, or nearest to, each of the places that all shapes of a data set have
-    truth: np.ndarray  # (K,), the vertex at each place
+    truth: np.ndarray  # (K,), the vertex that maps should find at each place
+    exact: np.ndarray  # (K,), the vertex at each place
     mirrored: np.ndarray | None  # (K,), the vertex at the mirror image of each place, if known
 
     @property
@@ -74,19 +80,26 @@ def farthest_points(points, count, first):
     return chosen
 
 
+def some_of(count, num_places=PLACES):
+    """Numbers, in order, of places that errors are measured at, out of `count`."""
+    return np.sort(np.random.default_rng(0).permutation(count)[:num_places])
+
+
 def meshed(name, vertices, faces, places, mirrored=None):
     """A shape whose points are the vertices of its mesh."""
     vertices, faces = np.asarray(vertices, dtype=np.float64), np.asarray(faces, dtype=np.int64)
-    return Shape(name, normalized(vertices), vertices, faces, np.arange(len(vertices)), places, places, mirrored)
+    some, itself = some_of(len(places)), np.arange(len(vertices))
+    places, mirrored = places[some], None if mirrored is None else mirrored[some]
+    return Shape(name, normalized(vertices), vertices, faces, itself, places, places, places, mirrored)
 
 
 def sampled(name, vertices, faces, count, seed, num_places=PLACES):
     """A shape of some vertices of a mesh, far from one another. Places are vertices that meshes number alike."""
     vertices, faces = np.asarray(vertices, dtype=np.float64), np.asarray(faces, dtype=np.int64)
     chosen = farthest_points(vertices, min(count, len(vertices)), np.random.default_rng(seed).integers(len(vertices)))
-    common = np.random.default_rng(0).permutation(len(vertices))[:num_places]  # the same for all shapes
+    common = some_of(len(vertices), num_places)
     places = cKDTree(vertices[chosen]).query(vertices[common])[1]
-    return Shape(name, normalized(vertices[chosen]), vertices, faces, chosen, places, common, None)
+    return Shape(name, normalized(vertices[chosen]), vertices, faces, chosen, places, chosen[places], common, None)
 
 
 def resampled(shape, count, seed, is_uneven=False):
@@ -101,8 +114,14 @@ def resampled(shape, count, seed, is_uneven=False):
         shape,
         points=normalized(drawn),
         nearest_vertex=cKDTree(shape.vertices).query(drawn)[1],
-        places=cKDTree(drawn).query(shape.vertices[shape.truth])[1],
+        places=cKDTree(drawn).query(shape.vertices[shape.exact])[1],
+        truth=shape.exact,
     )
+
+
+def upright(shape):
+    """Turn a shape as SCAPE is registered to stand and look as those of FAUST do."""
+    return replace(shape, points=shape.points @ UPRIGHT.T, vertices=shape.vertices @ UPRIGHT.T)
 
 
 def load(name, path):
@@ -114,6 +133,8 @@ def load(name, path):
         shapes, is_test = _from_npz(np.load(path))
     else:
         raise SystemExit(f"{path} should be a folder of meshes or an .npz file.")
+    if name == "scape" and np.mean([np.ptp(shape.vertices, axis=0) for shape in shapes], axis=0).argmax() == 0:
+        shapes = [upright(shape) for shape in shapes]
     if is_test is None:
         if name not in TRAINING:
             raise SystemExit(f"{path} has no split into shapes to train and to test with, and {name} has no usual one.")

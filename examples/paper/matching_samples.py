@@ -1,11 +1,11 @@
 """Samples of prepared shapes, and batches of them, as networks and losses take them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from matching_data import farthest_points
-from matching_spectra import masses, normals, signatures, spectrum
+from matching_spectra import normals, signatures, spectrum
 from scipy.spatial import cKDTree
 from torch import Tensor
 from tqdm import tqdm
@@ -13,11 +13,13 @@ from tqdm import tqdm
 from qattn.nn import tangent_gradients
 
 NEIGHBORS = 12  # of gradients
-VARIANTS = {  # which operator maps are fitted for, and what networks are given
-    "mesh": ("mesh", "wks"),
-    "qfm": ("q", "wks"),
+VARIANTS = {  # operator that maps are fitted for, and that of the signatures that networks are given, or coordinates
+    "mesh": ("mesh", "mesh"),
+    "qfm-mesh-wks": ("q", "mesh"),
+    "qfm": ("q", "q"),
     "xyz": ("q", "xyz"),
 }
+SCALES, NOISE, FARTHEST = (0.9, 1.1), 0.01, 0.05  # of coordinates that are augmented, in units of √area
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,8 @@ def prepared(shape, variant, k, has_peer, cache):
     return Prepared(
         shape,
         points,
-        torch.as_tensor(masses(shape, kind)).float(),
-        signatures(of_shape) if inputs == "wks" else points,
+        of_shape.mass,
+        points if inputs == "xyz" else signatures(spectrum(shape, inputs, k, cache)),
         normals(shape, kind, cache),
         of_shape,
         spectrum(shape, "cloud", k, cache) if has_peer else None,
@@ -143,47 +145,49 @@ def batched(samples, k, rotations=None):
 
 
 class Sampler:
-    """Pairs of samples of prepared shapes, drawn at random; a few samples of each shape, made when first drawn.
+    """Pairs of samples of prepared shapes, drawn at random, and others in each step.
 
     Args:
         data_sets: Lists of prepared shapes; pairs are of the same list.
         num_points: Number of points of a sample.
         k: Number of eigenvectors.
-        pool: Number of samples of a shape. More take more memory, and more time until all are made.
         rotation: "none", "vertical" or "any": how each sample is turned.
+        is_augmented: Whether coordinates that networks are given are stretched along the axes, and noisy.
     """
 
-    def __init__(self, data_sets, num_points, k, pool, rotation):
-        self.data_sets, self.k, self.pool, self.rotation = data_sets, k, pool, rotation
+    def __init__(self, data_sets, num_points, k, rotation, is_augmented=False):
+        self.data_sets, self.k, self.rotation, self.is_augmented = data_sets, k, rotation, is_augmented
         smallest = min(len(shape.points) for shapes in data_sets for shape in shapes)
         self.num_points = min(num_points, smallest)
-        self._samples = {}
         self._weights = torch.tensor([float(len(shapes) * (len(shapes) - 1)) for shapes in data_sets])
 
     def draw(self, num_pairs, generator):
         """A batch of 2 P samples: P sources, then their targets."""
-        sources, targets = [], []
+        pairs = []
         for _ in range(num_pairs):
-            data_set = int(torch.multinomial(self._weights, 1, generator=generator))
-            for number, side in zip(
-                torch.randperm(len(self.data_sets[data_set]), generator=generator)[:2].tolist(),
-                (sources, targets),
-                strict=True,
-            ):
-                side.append(self._sample(data_set, number, int(torch.randint(self.pool, (), generator=generator))))
-        count = 2 * num_pairs
-        rotations = None if self.rotation == "none" else random_rotations(count, self.rotation, generator)
-        return batched(sources + targets, self.k, rotations)
+            shapes = self.data_sets[int(torch.multinomial(self._weights, 1, generator=generator))]
+            numbers = torch.randperm(len(shapes), generator=generator)[:2].tolist()
+            pairs.append([self._sample(shapes[number], generator) for number in numbers])
+        sources, targets = zip(*pairs, strict=True)
+        rotations = None
+        if self.rotation != "none":
+            rotations = random_rotations(2 * num_pairs, self.rotation, generator)
+        batch = batched([*sources, *targets], self.k, rotations)
+        return replace(batch, inputs=augmented(batch.inputs, generator)) if self.is_augmented else batch
 
-    def _sample(self, data_set, number, draw):
-        key = data_set, number, draw
-        if key not in self._samples:
-            shape = self.data_sets[data_set][number]
-            points, generator = shape.points.numpy(), np.random.default_rng(key)
-            some = generator.permutation(len(points))[: max(self.num_points, 2 * len(points) // 3)]
-            index = some[farthest_points(points[some], self.num_points, 0)]
-            self._samples[key] = sampled(shape, index, self.k)
-        return self._samples[key]
+    def _sample(self, shape, generator):
+        """Points far from one another, among two thirds of them."""
+        count = len(shape.points)
+        some = torch.randperm(count, generator=generator)[: max(self.num_points, 2 * count // 3)].numpy()
+        return sampled(shape, some[farthest_points(shape.points[some].numpy(), self.num_points, 0)], self.k)
+
+
+def augmented(points, generator):
+    """Stretch clouds (B, N, 3) along each axis, and move their points a little, at random."""
+    low, high = SCALES
+    stretch = low + (high - low) * torch.rand(len(points), 1, 3, generator=generator)
+    noise = NOISE * torch.randn(points.shape, generator=generator)
+    return stretch * points + noise.clamp(-FARTHEST, FARTHEST)
 
 
 def random_rotations(count, kind, generator):

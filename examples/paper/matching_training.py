@@ -21,12 +21,13 @@ class Training(Resumable):
         num_pairs: Number of pairs of shapes in a step.
         seed: Seed of the pairs, samples and rotations.
         path: File of the checkpoint. If it exists, training goes on from there.
+        settings: Numbers and names that have to be those of the checkpoint.
     """
 
-    def __init__(self, network, sampler, rate, num_pairs, seed, path):
+    def __init__(self, network, sampler, rate, num_pairs, seed, path, settings=None):
         self.sampler, self.num_pairs = sampler, num_pairs
         optimizer = torch.optim.Adam(network.parameters(), rate)
-        super().__init__(network, optimizer, partial(_rate, rate), LOSSES, seed, path)
+        super().__init__(network, optimizer, partial(_rate, rate), LOSSES, seed, path, settings)
 
     def losses(self):
         clock = self.clock
