@@ -88,6 +88,8 @@ def main():
     options = parsed(parser, size=1000, rounds=1)
     print(__doc__.splitlines()[0])
     best = {}
+    for tree in (HERE, options.other):  # checkouts before 0.2.0 have no such command: they compile at the first call
+        subprocess.run([sys.executable, "-m", "qattn", "warm"], cwd=tree, capture_output=True)
     with tempfile.TemporaryDirectory() as folder:
         found = problems(options, folder)
         for _ in range(options.rounds):

@@ -20,6 +20,7 @@ from _measure import finding, in_its_own_process, once, parsed, save
 import qattn
 from qattn import io
 from qattn.distances import geodesic_distance
+from qattn.tiles.when_to_compile import compile_at_first_call
 
 sys.path.append(str(Path(__file__).parents[1] / "examples" / "paper"))
 
@@ -78,6 +79,7 @@ def by_potpourri3d(points):
 CANDIDATES = {"qattn": by_qattn, "potpourri3d": by_potpourri3d}
 
 
+@compile_at_first_call()
 def one(name, shape, n):
     """Run one candidate in this process, and print a row."""
     points, exact = SHAPES[shape](n)

@@ -22,6 +22,7 @@ from qattn import Solver
 from qattn.nn import QDiffusion
 from qattn.pictures import figure
 from qattn.shapes import creature
+from qattn.tiles.when_to_compile import compile_at_first_call
 
 SCALES, FEATURES, APPLICATIONS = 32, 8, 2
 SIGMA = 0.02, 0.5
@@ -117,6 +118,7 @@ def errors(run, n=300):
     return [float((a - b).norm() / b.norm()) for a, b in zip(*found, strict=True)]
 
 
+@compile_at_first_call()
 def one(name, n, budget):
     """Run one candidate in this process, and print a row."""
     run = CANDIDATES[name]()
@@ -140,6 +142,7 @@ def one(name, n, budget):
     print(json.dumps(row | {"output_error": output_error, "gradient_error": gradient_error}))
 
 
+@compile_at_first_call()
 def small(batch, n, budget):
     """A layer of 4 bandwidths and 16 channels on a batch of small clouds in this process: prints a row."""
     generator = torch.Generator().manual_seed(0)

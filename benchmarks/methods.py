@@ -15,6 +15,7 @@ from _measure import environment, parsed, save, seconds
 from qattn import GaussianKernel
 from qattn.kernels.gaussian.cost import METHODS
 from qattn.pictures import figure
+from qattn.tiles.when_to_compile import compile_at_first_call
 
 TOL = 1e-3
 
@@ -25,6 +26,7 @@ def cloud(shape, n):
     return points if shape == "sphere" else points * torch.rand(n, 1, generator=generator) ** (1 / 3)
 
 
+@compile_at_first_call()
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", type=int, nargs="+", default=[10_000, 30_000, 100_000, 1_000_000])

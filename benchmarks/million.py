@@ -23,6 +23,7 @@ import qattn
 from qattn.pictures import curves, figure
 from qattn.shapes import creature
 from qattn.tiles import gaussian, pairs
+from qattn.tiles.when_to_compile import compile_at_first_call
 
 CHANNELS = 8
 NEIGHBORS = 2.2  # bandwidths, in mean spacings of the points
@@ -110,6 +111,7 @@ CANDIDATES = {
 }
 
 
+@compile_at_first_call()
 def one(name, path, sigma):
     """Run one candidate in this process, and print a row."""
     points = torch.from_numpy(np.load(path))

@@ -18,6 +18,7 @@ import torch
 from _measure import finding, in_its_own_process, once, parsed, save
 
 import qattn
+from qattn.tiles.when_to_compile import compile_at_first_call
 
 CHANNELS, TOL = 8, 1e-3
 
@@ -160,6 +161,7 @@ CASES = {
 }
 
 
+@compile_at_first_call()
 def one(case, name, path):
     """Run one candidate in this process, and print a row."""
     candidates = CASES[case][1]

@@ -13,6 +13,7 @@ from _measure import environment, finding, parsed, save, seconds
 
 from qattn import Solver, diffuse, diffusion
 from qattn.pictures import curves, figure
+from qattn.tiles.when_to_compile import compile_at_first_call
 
 CHANNELS = 8
 ITERATIONS = 10
@@ -71,6 +72,7 @@ def reached(points, sigma):
     return float(q.marginal_error)
 
 
+@compile_at_first_call()
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", type=int, nargs="+", default=[5_000, 10_000, 20_000, 40_000])

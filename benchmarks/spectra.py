@@ -16,6 +16,7 @@ from _measure import environment, finding, in_its_own_process, once, parsed, sav
 import qattn
 from qattn.pictures import figure
 from qattn.shapes import sphere
+from qattn.tiles.when_to_compile import compile_at_first_call
 
 
 def by_qattn(points, k):
@@ -54,6 +55,7 @@ CANDIDATES = {"qattn": by_qattn, "robust_laplacian": by_robust_laplacian, "dense
 LIMITS = {"robust_laplacian": 250_000, "dense operator": 5000}  # points beyond which a candidate is not asked
 
 
+@compile_at_first_call()
 def one(name, n, k):
     """Run one candidate in this process, and print a row."""
     points = sphere(n)
