@@ -127,7 +127,7 @@ def test_common_numbering_is_not_given_away(module, sphere, tmp_path):
 
 @pytest.mark.parametrize("name", ["scape", "faust"])
 def test_registered_scape_is_turned_to_stand(module, tmp_path, name):
-    """Its height is along x, and it looks along −y."""
+    """The height of SCAPE is along x, and it looks along −y."""
     data = module("data")
     box = qattn.shapes.sphere_mesh(2)
     vertices, faces = box[0].double().numpy() * [3.0, 0.5, 1.0], box[1].numpy()
@@ -190,7 +190,7 @@ def test_distances_where_fans_of_faces_meet(module, tmp_path):
 
 
 def test_point_maps_are_those_of_the_library(module):
-    """At places alone, by least squares, which for orthonormal vectors is the projection."""
+    """Point maps at places alone, by least squares, which for orthonormal vectors is the projection."""
     evaluation, samples, k = module("evaluation"), module("samples"), 40
     source, target = spectrum_of(90, k, 0), spectrum_of(80, k, 1)
     generator = torch.Generator().manual_seed(2)

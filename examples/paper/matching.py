@@ -163,7 +163,7 @@ def settings(names, options, **others):
 
 
 def stem(options):
-    """What files of a run are called."""
+    """The name of the files of a run."""
     return f"{options.variant}-{options.preset}-seed{options.seed}"
 
 
@@ -175,7 +175,7 @@ class Record:
         self.rows = json.loads(path.read_text())["rows"] if path.exists() else {}
 
     def row(self, name, now):
-        """What is known of a row with these settings; what was found with others is dropped."""
+        """Return what is known of a row with these settings, and drop what was found with others."""
         if self.rows.get(name, {}).get("settings") != now:
             self.rows[name] = {"settings": now}
         return self.rows[name]
