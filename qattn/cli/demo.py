@@ -94,7 +94,7 @@ def demo(
         extended, seconds = _timed(lambda: q.extend(fine) @ columns)
         rows.append(_Row("extended modes", points, _COARSE_SIGMA, "", seconds, None))
         begin("drawing")
-        draw(heat(extended[:, 0]), "Dirac on the nose, 20 steps of Q")
+        draw(heat(extended[:, 0]), "Dirac on the nose, 20 steps")
         for mode in _SHOWN_MODES:
             draw(signed(extended[:, mode]), f"mode {mode} of Q")
         with io.atomic_write(out) as file:
