@@ -18,7 +18,7 @@ from mkdocs.structure.files import File, Files
 from nbclient import NotebookClient
 from traitlets.config import Config
 
-_SECONDS = 600  # that a cell may take; whole notebooks took 4 to 8 s, up to 63 where loops were compiled
+_SECONDS = 600  # that a cell may take; two quiet cores took 4 to 9 s for each notebook, busy ones up to 160
 _log = logging.getLogger("mkdocs.hooks.executed")
 
 

@@ -101,7 +101,7 @@ def _scripted(base: Atom, kind: str, token: str) -> Atom:
     """Put a script to the right of an atom, or below a large operator."""
     name, element = base
     if token == "'":  # which stands high by itself
-        return name, f'<msup>{element}<mo class="prime">′</mo></msup>'
+        return name, f'<mrow>{element}<mo lspace="0" rspace="0">′</mo></mrow>'
     if kind == "raised":
         raised = "".join(_RAISED[character] for character in token)
         script = row(raised).replace("<mi>T", '<mi mathvariant="normal">T')
