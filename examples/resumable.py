@@ -1,7 +1,8 @@
 """Training that can be interrupted: schedules by number of steps or by time, and checkpoints, never half a file.
 
-Time is that of the processor, summed over threads: what else the machine does meanwhile does not count, so that two
-networks that train for as long do as much work. That of the clock on the wall is recorded beside it.
+Time is that of the processor, summed over threads, so that waiting for other programs does not count. What they take
+of caches and memory does: compare times of machines that are equally busy. That of the clock on the wall is recorded
+beside it.
 """
 
 import math

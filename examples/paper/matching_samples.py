@@ -13,6 +13,7 @@ from tqdm import tqdm
 from qattn.nn import tangent_gradients
 
 NEIGHBORS = 12  # of gradients
+SPREAD = 128  # eigenvectors that the peer diffuses with, as DiffusionNet in ULRSSM
 VARIANTS = {  # operator that maps are fitted for, and that of the signatures that networks are given, or coordinates
     "mesh": ("mesh", "mesh"),
     "qfm-mesh-wks": ("q", "mesh"),
@@ -75,9 +76,8 @@ def sampled(shape, index, k):
     owner = cKDTree(points.numpy()).query(shape.points.numpy())[1]
     mass = torch.from_numpy(np.bincount(owner, shape.mass.numpy(), len(index))).float()
     gradients = oriented(tangent_gradients(points, num_neighbors=NEIGHBORS), points, shape.normals[index])
-    projection, spread = (
-        None if of is None else least_squares(of.vectors[index, :k], mass) for of in (shape.spectrum, shape.spread)
-    )
+    projection = least_squares(shape.spectrum.vectors[index, :k], mass)
+    spread = None if shape.spread is None else least_squares(shape.spread.vectors[index, :SPREAD], mass)
     return Sample(shape, index, mass, gradients, projection, spread)
 
 
@@ -128,9 +128,9 @@ def batched(samples, k, rotations=None):
     spread = (None, None, None)
     if shapes[0].spread is not None:
         spread = (
-            stack([sample.shape.spread.vectors[sample.index, :k] for sample in samples]),
+            stack([sample.shape.spread.vectors[sample.index, :SPREAD] for sample in samples]),
             stack([sample.spread_projection for sample in samples]),
-            stack([shape.spread.frequencies[:k].float() for shape in shapes]),
+            stack([shape.spread.frequencies[:SPREAD].float() for shape in shapes]),
         )
     return Batch(
         points,

@@ -15,7 +15,7 @@ class Training(Resumable):
     """Training of a network without labels, by the losses of functional maps between pairs of shapes.
 
     Args:
-        network: Module from a batch to unit features (B, N, C).
+        network: Module from a batch to features (B, N, C).
         sampler: Source of batches.
         rate: Learning rate at the start.
         num_pairs: Number of pairs of shapes in a step.
