@@ -144,7 +144,7 @@ def test_the_first_folder_that_can_be_written_to(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("_fresh")
 def test_a_machine_on_which_nothing_can_be_written(monkeypatch):
-    """As in a container whose files are read-only: Python finds no temporary folder either."""
+    """A container whose files are read-only: Python finds no temporary folder either."""
 
     def read_only(*_, **__):
         raise FileNotFoundError("No usable temporary directory found")

@@ -48,7 +48,7 @@ def sphere():
 
 
 def test_a_reader_that_goes_away_is_no_error(monkeypatch):
-    """As in `qattn info in.ply | head -1`."""
+    """Pipe into a command that reads one line: `qattn info in.ply | head -1`."""
 
     def gone(*_):
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
