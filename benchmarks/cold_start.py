@@ -1,11 +1,12 @@
 """How long does the first result take on a machine where nothing is compiled, by part?
 
-Random points of a cube, float32, 8 channels; normalize to a mean |Q1 − 1| of 1e-3, and apply. Each candidate runs in a
-process of its own: "at once" compiles every loop before it first runs, with an empty cache; "compiled" finds the cache
-that it leaves; "qattn" starts with an empty cache, and lets torch compute until compiling pays. Seconds of the
-processor are those of all threads: on a machine that is not idle they say more than the clock. The error is the largest
-difference from "at once", for signals between 0 and 1. "collector" is the part of importing qattn that Python's
-collector of garbage takes, for all objects of torch. Commands are timed too, on a file of a hundred points.
+Random points of a cube, or a mixture of Gaussians with such means, float32, 8 channels; normalize to a mean |Q1 − 1| of
+1e-3, and apply. Each candidate runs in a process of its own: "at once" compiles every loop before it first runs, with
+an empty cache; "compiled" finds the cache that it leaves; "qattn" starts with an empty cache, and lets torch compute
+until compiling pays. Seconds of the processor are those of all threads: on a machine that is not idle they say more
+than the clock. The error is the largest difference from "at once", for signals between 0 and 1. "collector" is the part
+of importing qattn that Python's collector of garbage takes, for all objects of torch. Commands are timed too, on a file
+of a hundred points.
 """
 
 import argparse
@@ -29,7 +30,7 @@ PARTS = ("import torch", "import qattn", "import numba", "normalize", "apply")
 FIRST_RESULT = """
 import gc, json, sys, time
 
-name, count, sigma, path = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), sys.argv[4]
+name, count, data, sigma, path = sys.argv[1], int(sys.argv[2]), sys.argv[3], float(sys.argv[4]), sys.argv[5]
 marks, start = {}, time.perf_counter()
 
 
@@ -82,7 +83,10 @@ from qattn.tiles.when_to_compile import compile_at_first_call
 points, signal = torch.rand(count, 3, generator=torch.Generator().manual_seed(0)), torch.linspace(0, 1, 8 * count)
 with nullcontext() if name == "qattn" else compile_at_first_call():
     start = time.perf_counter()
-    q = qattn.diffusion(points, sigma)
+    if data == "Gaussians":
+        q = qattn.diffusion(qattn.MixtureKernel(points, torch.full((count,), 1e-4), sigma))
+    else:
+        q = qattn.diffusion(points, sigma)
     mark("normalize")
     smooth = q @ signal.reshape(count, 8)
     mark("apply")
@@ -93,11 +97,11 @@ print(json.dumps({**marks, **spent, "method": q.kernel.method, **compiled}))
 """
 
 
-def first_result(name, count, sigma, folder):
+def first_result(name, count, data, sigma, folder):
     """The parts of a process that starts with the caches of a folder, and what it has computed."""
     result = folder / "smooth.pt"
     done = subprocess.run(
-        [sys.executable, "-c", FIRST_RESULT, name, str(count), str(sigma), str(result)],
+        [sys.executable, "-c", FIRST_RESULT, name, str(count), data, str(sigma), str(result)],
         env={**os.environ, "NUMBA_CACHE_DIR": str(folder / "loops")},
         capture_output=True, text=True, check=True,
     )  # fmt: skip
@@ -116,30 +120,38 @@ def command(*arguments):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--cases", nargs="+", default=["2000,0.1", "20000,0.05", "20000,0.01", "1000000,0.01"], help="points,sigma"
-    )
-    options = parsed(parser, cases=["2000,0.1"])
+        "--cases",
+        nargs="+",
+        default=[
+            "2000 points,0.1", "20000 points,0.05", "20000 points,0.01", "1000000 points,0.01", "2000 Gaussians,0.1",
+            "10000 Gaussians,0.05",
+        ],
+        help="what,sigma",
+    )  # fmt: skip
+    options = parsed(parser, cases=["2000 points,0.1", "1000 Gaussians,0.1"])
 
     print(__doc__.splitlines()[0])
     rows, findings = [], []
-    columns = ("points", "σ", "candidate", *PARTS, "all", "processor", "compiling", "method", "error")
+    columns = ("data", "σ", "candidate", *PARTS, "all", "processor", "compiling", "method", "error")
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     for case in options.cases:
-        count, sigma = int(case.split(",")[0]), float(case.split(",")[1])
+        what, sigma = case.split(",")
+        count, data = what.split()
+        count, sigma = int(count), float(sigma)
         reference, of_case = None, []
         with tempfile.TemporaryDirectory() as kept:
             for name in CANDIDATES:
                 with tempfile.TemporaryDirectory() as empty:
-                    row, smooth = first_result(name, count, sigma, Path(empty if name == "qattn" else kept))
+                    row, smooth = first_result(name, count, data, sigma, Path(empty if name == "qattn" else kept))
                 reference = smooth if reference is None else reference
                 error = float((smooth - reference).abs().amax())
                 assert error < 5e-3, f"{name} is off by {error}"
-                row = {"name": name, "N": count, "sigma": sigma, **row, "error": error}
+                row = {"name": name, "N": count, "data": data, "sigma": sigma, **row, "error": error}
                 of_case.append(row)
                 times = " | ".join(f"{row[part]:.2f}" for part in (*PARTS, "seconds", "processor", "compiling"))
-                print(f"| {count:,} | {sigma} | {name} | {times} | {row['method']} | {error:.0e} |", flush=True)
+                print(f"| {count:,} {data} | {sigma} | {name} | {times} | {row['method']} | {error:.0e} |", flush=True)
         rows += of_case
-        findings.append(finding(f"first result, {count:,} points, σ = {sigma}", "{seconds:.1f} s", of_case))
+        findings.append(finding(f"first result, {count:,} {data}, σ = {sigma}", "{seconds:.1f} s", of_case))
     with tempfile.TemporaryDirectory() as folder:
         cloud = Path(folder) / "small.ply"
         io.write(cloud, io.Cloud(sphere(100).numpy()))

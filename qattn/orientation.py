@@ -84,7 +84,8 @@ def _signed(x: np.ndarray, n: np.ndarray, near: np.ndarray) -> np.ndarray:
     from scipy.sparse.csgraph import breadth_first_order, connected_components, minimum_spanning_tree
 
     N, K = near.shape
-    starts, ends = np.repeat(np.arange(N), K - 1), near[:, 1:].ravel()
+    # Older versions of SciPy walk graphs with indices of 32 bits alone.
+    starts, ends = np.repeat(np.arange(N, dtype=np.int32), K - 1), near[:, 1:].ravel().astype(np.int32)
     cost = 1 + _COST - np.minimum(1, np.abs(_carried(x, n, starts, ends)))
     tree = minimum_spanning_tree(csr_array((cost, (starts, ends)), shape=(N, N)))
     num_parts, part = connected_components(tree, directed=False)

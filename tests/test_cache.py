@@ -5,6 +5,7 @@ import os
 import pickle
 import subprocess
 import sys
+import tempfile
 
 import pytest
 import torch
@@ -139,6 +140,22 @@ def test_the_first_folder_that_can_be_written_to(tmp_path, monkeypatch):
     cache.cache_folder.cache_clear()
     monkeypatch.setattr(cache, "_folders", lambda: iter([(blocked / "x", False)]))
     assert cache.cache_folder() is None
+
+
+@pytest.mark.usefixtures("_fresh")
+def test_a_machine_on_which_nothing_can_be_written(monkeypatch):
+    """A container whose files are read-only: Python finds no temporary folder either."""
+
+    def read_only(*_, **__):
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", read_only)
+    monkeypatch.setattr(tempfile, "TemporaryFile", read_only)
+    assert cache.cache_folder() is None
+    assert not cache.is_compiled("attend")
+    monkeypatch.setattr(cache, "_remembered", set())
+    cache.remember("attend")
+    assert cache.is_compiled("attend")
 
 
 @pytest.mark.usefixtures("_fresh")

@@ -1,5 +1,7 @@
 """The commands: their numbers are those of the library, and errors take one line."""
 
+import errno
+
 import nibabel
 import nrrd
 import numpy as np
@@ -43,6 +45,18 @@ def cloud(n=300, **attributes):
 def sphere():
     io.write("in.ply", io.Cloud(SPHERE.vertices.view(np.ndarray).copy(), SPHERE.faces.view(np.ndarray).copy()))
     return io.read("in.ply")
+
+
+def test_a_reader_that_goes_away_is_no_error(monkeypatch):
+    """Pipe into a command that reads one line: `qattn info in.ply | head -1`."""
+
+    def gone(*_):
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr("qattn.cli.info.read_shape", gone)
+    result = CliRunner().invoke(app, ["info", "in.ply"])
+    assert result.exit_code == 1
+    assert not result.output
 
 
 def test_a_bandwidth_is_a_length_spacings_or_a_part_of_the_extent():

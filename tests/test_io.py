@@ -743,6 +743,11 @@ def test_fields_of_a_pcd_file(tmp_path, name):
     assert set(cloud.attributes) == {"height", "red", "green", "blue"}
 
 
+def test_a_pcd_file_in_text_whose_last_line_does_not_end(tmp_path):
+    with pytest.raises(ValueError, match="its last number may be cut short, as no line break follows"):
+        read(tmp_path, "ascii.pcd", WHOLE["ascii.pcd"].rstrip())
+
+
 def test_copies_inside_a_packed_pcd_file(tmp_path):
     """Zeros, once as they are and then as a copy that overlaps itself, with a length in one byte and in two."""
     header = b"VERSION .7\nFIELDS x y z\nSIZE 4 4 4\nTYPE F F F\nCOUNT 1 1 1\nWIDTH 30\nHEIGHT 1\nPOINTS 30\nDATA "

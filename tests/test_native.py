@@ -60,11 +60,12 @@ def pool(request, monkeypatch):
 @pytest.mark.usefixtures("pool")
 def test_torch_s_thread_count_is_honored(monkeypatch):
     for count in (1, 2, 3):
-        workers = set()
+        workers, barrier = set(), threading.Barrier(count)
 
-        def run(_, workers=workers):
-            workers.add(threading.get_ident())
-            time.sleep(0.01)
+        def run(_, workers=workers, together=barrier):
+            if threading.get_ident() not in workers:
+                workers.add(threading.get_ident())
+                together.wait(60)  # for the others, however busy the machine is
 
         monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
         threads.share(run, [(n,) for n in range(4 * count)])

@@ -27,6 +27,12 @@ class Point(dict):
     def __missing__(self, name):
         return Point()
 
+    def __getstate__(self):
+        return self
+
+    def __setstate__(self, state):
+        self.update(state)
+
 
 def scan(sizes, channels=12, grid_size=0.05):
     """Clouds in cells, as `GridSample` makes them."""

@@ -10,6 +10,7 @@ from cases import dense, sphere
 import qattn
 from qattn.attended import PairTerms
 from qattn.tiles import by_torch, gaussian, when_to_compile
+from qattn.tiles.mixture import LOOP
 from qattn.tiles.order import kd_order
 from qattn.tiles.tiling import Tiling
 from qattn.tiles.when_to_compile import Loop, charge, compile_at_first_call, is_due, seconds_until_due
@@ -210,6 +211,31 @@ def test_ffts_do_not_take_the_place_of_loops_for_ever(monkeypatch):
     assert qattn.GaussianKernel(points, 0.03).method == "tiles"
 
 
+def covariances(count):
+    turns = 0.1 * torch.randn(count, 3, 3, dtype=torch.float64)
+    return turns @ turns.mT
+
+
+@pytest.mark.usefixtures("_cold")
+def test_mixtures_are_exact_until_their_loops_pay(monkeypatch):
+    """Each pass pays for its pairs, passes that are differentiated for more; 4-D mixtures have no loops to pay for."""
+    points, bias = sphere(300), torch.zeros(300, dtype=torch.float64)
+    kernel = qattn.MixtureKernel(points, covariances(300), 0.2)
+    seconds = kernel._seconds_by_torch
+    monkeypatch.setitem(when_to_compile._COMPILER, "mixture", 8.5 * seconds)
+    cold = kernel.attend(bias, points)
+    assert seconds_until_due(LOOP) == pytest.approx(7.5 * seconds)
+    qattn.MixtureKernel(torch.rand(300, 4), torch.ones(300), 0.2).attend(bias)
+    qattn.MixtureKernel(points, covariances(300), 0.2, method="exact").attend(bias)
+    assert seconds_until_due(LOOP) == pytest.approx(7.5 * seconds)
+    qattn.MixtureKernel(points.clone().requires_grad_(), covariances(300), 0.2).attend(bias).lse.sum().backward()
+    assert seconds_until_due(LOOP) == pytest.approx(1.5 * seconds)
+    assert kernel.method == "exact"
+    kernel.attend(bias)
+    assert kernel.method == "tiles"
+    torch.testing.assert_close(tuple(kernel.attend(bias, points)), tuple(cold), rtol=0, atol=2e-3)
+
+
 COLD = """
 import torch
 from numba.core import event
@@ -229,6 +255,8 @@ import qattn
 for sigma in (0.05, 0.01):
     q = qattn.diffusion(torch.rand(20_000, 3), sigma)
     assert (q @ torch.ones(20_000, 1) - 1).abs().mean() < 2e-3
+q = qattn.diffusion(qattn.MixtureKernel(torch.rand(1000, 3), 0.01 * torch.rand(1000, 3), 0.1))
+assert (q @ torch.ones(1000, 1) - 1).abs().mean() < 2e-3
 """
 
 

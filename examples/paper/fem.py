@@ -90,7 +90,7 @@ def eigenpairs(vertices, simplices, k):
     # Halfway between Galerkin's masses, which make eigenvalues too large, and lumped ones, which make them too small.
     mass = sizes[:, None, None] * (1 + (d + 3) * np.eye(d + 1)) / (2 * (d + 1) * (d + 2))
     rows, columns = np.broadcast_arrays(simplices[:, :, None], simplices[:, None])
-    where = rows.ravel(), columns.ravel()
+    where = rows.ravel().astype(np.int32), columns.ravel().astype(np.int32)  # which older versions of SciPy factor
     stiff, mass = (scipy.sparse.csc_array((x.ravel(), where), shape=(N, N)) for x in (stiff, mass))
     used = np.unique(simplices)
     stiff, mass = (x[used][:, used] for x in (stiff, mass))

@@ -47,6 +47,8 @@ def _messages_of_one_line() -> Iterator[None]:
         warnings.showwarning = lambda message, *_, **__: _print_line(f"Warning: {message}")
         try:
             yield
+        except BrokenPipeError:  # as by `| head`: Click ends without a word
+            raise
         except OSError as error:
             _print_line(f"{error.filename}: {error.strerror}." if error.filename else str(error))
             raise typer.Exit(2) from None

@@ -69,8 +69,10 @@ def _fields(header: dict[str, list[str]]) -> list[tuple[str, np.dtype]]:
 def _from_text(data: bytes, fields: list[tuple[str, np.dtype]], num_points: int) -> list[np.ndarray]:
     words = data.split()
     widths = [math.prod(dtype.shape) for _, dtype in fields]
-    if len(words) != num_points * sum(widths) or not data.endswith(b"\n"):  # the last number may be cut short
+    if len(words) != num_points * sum(widths):
         raise ValueError(f"{len(words)} numbers, where the header declares {num_points * sum(widths)}")
+    if not data.endswith(b"\n"):
+        raise RefusedError("its last number may be cut short, as no line break follows. If it is whole, add one.")
     table = np.array(words, dtype="S").reshape(num_points, -1).astype(np.float64)
     columns = np.split(table, np.cumsum(widths)[:-1], axis=1)
     return [_flat(column.astype(dtype.base)) for column, (_, dtype) in zip(columns, fields, strict=True)]

@@ -26,11 +26,15 @@ from qattn.kernels.base import PointKernel
 from qattn.kernels.gaussian.kernel import describe_sigma
 from qattn.kernels.mixture_overlap import DIMENSIONS, Kind, NearOverlaps, Overlap
 from qattn.tiles.compiled import why_not_compiled
+from qattn.tiles.mixture import LOOP
+from qattn.tiles.when_to_compile import charge, is_due
 
 __all__ = ["MixtureKernel", "checked_covariances"]
 
 _LOST = 30.0  # rounding error of a score in units in the last place, per condition number of its covariance
 _MAX_PAIRS = 2**32  # up to this many pairs, "auto" computes all of them on a GPU
+_PAIR = 5e-8  # seconds on one core per pair of components, by torch
+_PASSES_OF_GRADIENTS = 6.0  # passes in the time of one that is differentiated, about
 
 
 class MixtureKernel(PointKernel):
@@ -47,7 +51,8 @@ class MixtureKernel(PointKernel):
         form: "overlap", or "equation 5" for the kernel as printed in the paper: without the determinant, and
             indefinite.
         method: "exact" computes all pairs; "tiles" computes pairs that are near enough to matter, up to three
-            dimensions. "auto" is "tiles" if possible, on a GPU only for more than 65,000 components.
+            dimensions. "auto" is "tiles" if possible, on a GPU only for more than 65,000 components, and on a CPU where
+            nothing is compiled only once compiling pays.
         tol: Largest acceptable error of lse; see `error`.
         backend: Attention backend of "exact", one that takes a score: "reference" or "flex".
 
@@ -173,9 +178,18 @@ class MixtureKernel(PointKernel):
         """The method in use, "exact" or "tiles"."""
         if self._method != "auto":
             return self._method
-        is_large = self.device.type == "cpu" or self.shape.numel() > _MAX_PAIRS
-        can_tile = self._overlap.dims <= DIMENSIONS and why_not_compiled() is None
-        return "tiles" if is_large and can_tile else "exact"
+        if self._overlap.dims > DIMENSIONS or why_not_compiled():
+            return "exact"
+        is_cpu = self.device.type == "cpu"
+        pays = is_due(LOOP, self._seconds_by_torch) if is_cpu else self.shape.numel() > _MAX_PAIRS
+        return "tiles" if pays else "exact"
+
+    @property
+    def _seconds_by_torch(self) -> float:
+        """Estimate how long a pass over all pairs takes on a CPU."""
+        needs_gradients = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.tensors)
+        passes = _PASSES_OF_GRADIENTS if needs_gradients else 1.0
+        return _PAIR * passes * self.shape.numel() / torch.get_num_threads()
 
     @property
     def shape(self) -> torch.Size:
@@ -280,6 +294,8 @@ class MixtureKernel(PointKernel):
             batch = self.shape[:-2]
             engine, keys = self._engine, key.expand(*batch, -1, -1)
             query, key = keys if query is key else query.expand(*batch, -1, -1), keys
+        elif self._method == "auto" and self.device.type == "cpu" and self._overlap.dims <= DIMENSIONS:
+            charge(LOOP, self._seconds_by_torch)
         out, lse = attend_batched(
             engine, query, key, value, bias, score=self._overlap, tol=self._tol, all_rows=all_rows
         )

@@ -203,7 +203,7 @@ def _iterate(
             is_ending = is_active & ~(error * _GAIN > tol)  # items that are expected to converge in this pass
             is_last = count == solver.max_iter or bool((is_ending == is_active).all())
             all_rows = some_massless and (is_last or bool(is_ending.any()))
-            active = None if is_active.all() else torch.as_tensor(is_active, device=f.device)[..., None]
+            active = None if is_active.all() else _as_tensor(is_active, f.device)[..., None]
             bias = f + log_mass
             if active is not None:  # items that have converged get no keys, which backends can skip
                 bias = torch.where(active, bias, -torch.inf)
@@ -231,13 +231,18 @@ def _iterate(
             out = None  # it belongs to another potential
             move = -0.5 * log_sums if start is None and count == 1 else step(-log_sums)
             if is_plain.any():
-                move = torch.where(torch.as_tensor(is_plain, device=f.device)[..., None], -0.5 * log_sums, move)
+                move = torch.where(_as_tensor(is_plain, f.device)[..., None], -0.5 * log_sums, move)
             if not is_active.all():
-                move = torch.where(torch.as_tensor(is_active, device=f.device)[..., None], move, 0)
+                move = torch.where(_as_tensor(is_active, f.device)[..., None], move, 0)
             f = f + move
     if some_massless and not are_rows_right.all():
         lse = kernel.attend(f + log_mass).lse
         f = torch.where(has_no_mass & (lse > -torch.inf), -lse, f)
     numbers = [torch.as_tensor(x, dtype=f.dtype, device=f.device) for x in errors]
-    converged, counts = (torch.as_tensor(x, device=f.device) for x in (error <= tol, passes))
+    converged, counts = (_as_tensor(x, f.device) for x in (error <= tol, passes))
     return SinkhornResult(f, numbers[-1], counts, converged, tuple(numbers)), out
+
+
+def _as_tensor(x: np.ndarray, device: torch.device) -> Tensor:
+    """Convert an array, or the scalar that NumPy makes of an array without axes, which torch may refuse."""
+    return torch.as_tensor(np.asarray(x), device=device)

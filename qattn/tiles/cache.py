@@ -80,7 +80,8 @@ def _folders() -> Iterator[tuple[Path, bool]]:
         yield Path(chosen) / name, False
     yield loops / "__pycache__", False
     yield Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / name, False
-    yield Path(tempfile.gettempdir()) / f"{name}-{os.getuid() if hasattr(os, 'getuid') else ''}", True
+    with suppress(FileNotFoundError):  # no temporary folder can be written to
+        yield Path(tempfile.gettempdir()) / f"{name}-{os.getuid() if hasattr(os, 'getuid') else ''}", True
 
 
 @functools.cache

@@ -17,11 +17,14 @@ from qattn.tiles.pairs import both_sides, rounds
 from qattn.tiles.sizes import PART, TILE
 from qattn.tiles.threads import even_chunks, share
 from qattn.tiles.tiling import FACTOR, Tiling, Weights, excess
+from qattn.tiles.when_to_compile import Loop
 
 if TYPE_CHECKING:
     from qattn.tiles.loops.cutoff import MixtureCutoff, Nodes
 
-__all__ = ["MixtureTiles", "MixtureTiling"]
+__all__ = ["LOOP", "MixtureTiles", "MixtureTiling"]
+
+LOOP = Loop("mixture", torch.float64)
 
 
 class MixtureTiling:
@@ -100,6 +103,7 @@ class MixtureTiles:
         arrays = [x.numpy() for x in (query.rows, key.columns, beta, values)]
         run = partial(mixture.attend_mixtures, *arrays, cutoff, tiny, lse.numpy(), out.numpy())
         share(run, even_chunks(len(query.rows)))
+        LOOP.remember()
         lse = query.tiling.untiled(lse) * math.log(2) + weights.top
         return Attended(None if value is None else query.tiling.from_rows(out)[..., :C], lse)
 

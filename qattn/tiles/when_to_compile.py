@@ -20,6 +20,7 @@ __all__ = ["Loop", "charge", "compile_at_first_call", "is_due", "seconds_until_d
 # Seconds of the compiler on one core, about (benchmarks/cold_start.py), which are as many as torch may take.
 _COMPILER = {
     "layout": 0.5, "sort": 3.0, "attend": 6.0, "attend near": 10.0, "differentiate": 4.0, "differentiate near": 6.0,
+    "mixture": 7.0,
 }  # fmt: skip
 _MOST_DIMS = 5  # stands for all larger dimensions of a `Loop`
 # Seconds that torch has spent in place of loops. They are counted per process, as the compiled loops are: compiling
