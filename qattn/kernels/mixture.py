@@ -33,7 +33,7 @@ __all__ = ["MixtureKernel", "checked_covariances"]
 
 _LOST = 30.0  # rounding error of a score in units in the last place, per condition number of its covariance
 _MAX_PAIRS = 2**32  # up to this many pairs, "auto" computes all of them on a GPU
-_PAIR = 5e-8  # seconds on one core per pair of components, by torch
+_PAIR = 5e-8  # seconds on one core per pair of components, by torch, if most weights underflow; else a quarter
 _PASSES_OF_GRADIENTS = 6.0  # passes in the time of one that is differentiated, about
 
 
